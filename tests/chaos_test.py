@@ -1,4 +1,4 @@
-"""A minute of tools/chaos, and that its seed says what happens."""
+"""A minute of tools/chaos, another with a disk, and that its seed says what happens."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ class Chaos(unittest.TestCase):
             kvmanager_testing.daemon_program(),
             "--chaos-client",
             kvmanager_testing.data_path("tests/chaos_client"),
+        )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        print(done.stdout)
+
+    def test_a_minute_of_a_disk(self) -> None:
+        done = _chaos(
+            "--disk",
+            "--minutes",
+            str(_MINUTES),
+            "--kvmanagerd",
+            kvmanager_testing.daemon_program(),
+            "--disk-stress",
+            kvmanager_testing.data_path("tests/disk_stress"),
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         print(done.stdout)

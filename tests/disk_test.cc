@@ -1,0 +1,276 @@
+// A daemon with a disk: what was published outlives kill -9, SIGTERM and the host's pool, and nothing else comes back.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/client.h"
+#include "gtest/gtest.h"
+#include "tests/harness.h"
+#include "tests/logged_daemon.h"
+#include "tests/matchers.h"
+#include "tests/model.h"
+
+namespace kvmanager::testing {
+namespace {
+
+using client::Cache;
+using client::CacheOptions;
+using client::Client;
+using client::CreatedSequence;
+
+constexpr int kPageTokens = 64;
+
+class DiskTest : public ::testing::Test {
+ protected:
+  void TearDown() override { client_.reset(); }
+
+  void Start(uint64_t pool_bytes = 64 << 20, std::vector<std::string> more = {}, bool may_fail = false) {
+    client_.reset();
+    daemon_.reset();
+    DaemonOptions options;
+    options.host_pool_bytes = pool_bytes;
+    options.peers = false;
+    options.program = log_.program();
+    options.more_flags = {"--disk-path", disk_, "--disk-bytes", "4GiB"};
+    options.more_flags.insert(options.more_flags.end(), more.begin(), more.end());
+    auto daemon = DaemonProcess::Start(options);
+    if (may_fail && !daemon.ok()) return;
+    ASSERT_OK(daemon);
+    daemon_ = *std::move(daemon);
+    ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {.admin_address = daemon_->admin()}));
+  }
+  void Kill() {
+    client_.reset();
+    daemon_->Kill();
+  }
+  double Metric(const std::string& name) {
+    const auto page = Scrape(*daemon_);
+    EXPECT_OK(page);
+    return page.ok() ? page->Sum(name) : -1;
+  }
+  bool AllWritten() {
+    return Eventually([&] { return Metric("kvmanager_disk_unwritten_blocks") == 0; }, 60000);
+  }
+  // Publishes the first `blocks` blocks of a text that nobody uses afterwards.
+  static void Publish(Cache& cache, const Source& source, int blocks) {
+    ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache.CreateSequence());
+    ASSERT_OK(Load(cache, made.sequence->id(), source, 0, blocks * kPageTokens, 1024));
+    ASSERT_OK(made.sequence->Publish(Names(cache, source, blocks)));
+  }
+  static int Found(Cache& cache, const Source& source, int blocks) {
+    const std::vector<BlockName> names = Names(cache, source, blocks);
+    const absl::Span<const BlockName> prefix = names;
+    const auto match = cache.Match({&prefix, 1});
+    EXPECT_OK(match);
+    return match.ok() ? match->at(0).hit_blocks : -1;
+  }
+  // Finds `blocks` blocks and compares attention and tokens over them with the model of the codec.
+  static int Compare(Cache& cache, const Source& source, int blocks) {
+    auto made = cache.CreateSequence(Names(cache, source, blocks));
+    EXPECT_OK(made);
+    if (!made.ok() || made->match.hit_blocks == 0) return 0;
+    const int tokens = made->match.hit_blocks * kPageTokens;
+    ModelSequence model(source.shape);
+    LoadModel(model, source, 0, tokens, 1024);
+    model.MarkShared(static_cast<uint64_t>(tokens));
+    for (int layer = 0; layer < source.shape.layers; ++layer) {
+      std::vector<uint8_t> k(source.K(layer, 0, tokens).size()), v(k.size());
+      client::StepEntry entry;
+      entry.sequence = made->sequence->id();
+      entry.tokens = tokens;
+      client::ReadBatch batch;
+      batch.layer = layer;
+      batch.entries = {&entry, 1};
+      batch.k = client::TensorView::Inline(k.data(), k.size());
+      batch.v = client::TensorView::Inline(v.data(), v.size());
+      EXPECT_OK(cache.Read(batch));
+      const ModelSequence::Rows expected = model.Read(layer, 0, tokens);
+      EXPECT_TRUE(k == expected.k && v == expected.v) << "layer " << layer;
+    }
+    return made->match.hit_blocks;
+  }
+  std::vector<std::filesystem::path> Segments() const {
+    std::vector<std::filesystem::path> files;
+    for (const auto& each : std::filesystem::directory_iterator(disk_ + "/segments")) files.push_back(each.path());
+    return files;
+  }
+
+  TempDir directory_;
+  const std::string disk_ = directory_.path() + "/disk";
+  const DaemonLog log_{directory_.path()};
+  std::unique_ptr<DaemonProcess> daemon_;
+  std::unique_ptr<Client> client_;
+};
+
+TEST_F(DiskTest, EveryCodecsBlocksOutliveAKill) {
+  const char* const codecs[] = {"raw", "hack:k_bits=3,v_bits=2", "hack:k_bits=4,v_bits=3", "pq"};
+  Start();
+  for (uint64_t i = 0; i < std::size(codecs); ++i) {
+    const CacheOptions options = SmallCache(codecs[i]);
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    Publish(*cache, {i + 1, Kind::kNormal, options}, 9);
+  }
+  ASSERT_TRUE(AllWritten());
+  EXPECT_EQ(Metric("kvmanager_disk_blocks"), 36);
+  Kill();
+  Start();
+  for (uint64_t i = 0; i < std::size(codecs); ++i) {
+    SCOPED_TRACE(codecs[i]);
+    const CacheOptions options = SmallCache(codecs[i]);
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    const Source source{i + 1, Kind::kNormal, options};
+    ASSERT_TRUE(Eventually([&] { return Found(*cache, source, 9) == 9; }));
+    EXPECT_EQ(Compare(*cache, source, 9), 9);
+    EXPECT_EQ(Found(*cache, {99, Kind::kNormal, options}, 9), 0);
+  }
+  EXPECT_EQ(Metric("kvmanager_disk_written_blocks_total"), 0);
+}
+
+TEST_F(DiskTest, ADaemonThatDrainsWritesWhatIsLeft) {
+  const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2");
+  Start();
+  {
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    for (uint64_t seed = 1; seed <= 40; ++seed) Publish(*cache, {seed, Kind::kNormal, options}, 4);
+  }
+  client_.reset();
+  ASSERT_OK_AND_ASSIGN(const int status, daemon_->Terminate());
+  EXPECT_EQ(status, 0);
+  Start();
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  for (uint64_t seed = 1; seed <= 40; ++seed) {
+    const Source source{seed, Kind::kNormal, options};
+    EXPECT_TRUE(Eventually([&] { return Found(*cache, source, 4) == 4; })) << seed;
+  }
+}
+
+// Four times what the host's pool holds.
+TEST_F(DiskTest, AWorkingSetBeyondThePoolIsReadBackEqual) {
+  const CacheOptions options = SmallCache("raw", 0);
+  const uint64_t page_bytes = uint64_t{kPageTokens} * 2 * 64 * 2 * 2, block_bytes = page_bytes * 2;
+  constexpr uint64_t kPool = 16 << 20;
+  constexpr int kBlocks = 8;
+  const uint64_t texts = 4 * kPool / (kBlocks * block_bytes);
+  Start(kPool);
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  for (uint64_t seed = 1; seed <= texts; ++seed) {
+    Publish(*cache, {seed, Kind::kNormal, options}, kBlocks);
+    if (seed % 8 == 0) ASSERT_TRUE(AllWritten());  // the host's blocks go once they are written
+  }
+  ASSERT_TRUE(AllWritten());
+  EXPECT_EQ(Metric("kvmanager_disk_blocks"), double(texts * kBlocks));
+  for (uint64_t seed = 1; seed <= texts; ++seed) {
+    ASSERT_EQ(Compare(*cache, {seed, Kind::kNormal, options}, kBlocks), kBlocks) << seed;
+  }
+  EXPECT_GT(Metric("kvmanager_disk_read_blocks_total"), double(texts * kBlocks / 2));
+}
+
+TEST_F(DiskTest, AFlippedByteLosesItsBlock) {
+  const CacheOptions options = SmallCache("raw", 0);
+  Start();
+  {
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    for (uint64_t seed = 1; seed <= 10; ++seed) Publish(*cache, {seed, Kind::kNormal, options}, 1);
+    ASSERT_TRUE(AllWritten());
+  }
+  Kill();
+  const auto segments = Segments();
+  ASSERT_FALSE(segments.empty());
+  int flipped = 0;
+  for (const auto& path : segments) {
+    // In the middle of its first record, if it has one.
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(20000);
+    char byte = 0;
+    if (!file.get(byte)) continue;
+    file.seekp(20000);
+    file.put(static_cast<char>(byte ^ 0x10));
+    ++flipped;
+  }
+  ASSERT_EQ(flipped, 1);
+  Start();
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  ASSERT_TRUE(Eventually([&] { return Metric("kvmanager_disk_blocks") == 10; }));
+  int found = 0;
+  for (uint64_t seed = 1; seed <= 10; ++seed) found += Compare(*cache, {seed, Kind::kNormal, options}, 1);
+  EXPECT_EQ(found, 9);
+  EXPECT_EQ(Metric("kvmanager_checksum_failures_total"), 1);
+  EXPECT_EQ(Metric("kvmanager_disk_blocks"), 9);
+}
+
+TEST_F(DiskTest, APurgeOutlivesAKill) {
+  const CacheOptions options = SmallCache("raw", 0);
+  const Source source{1, Kind::kNormal, options};
+  Start();
+  {
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    Publish(*cache, source, 4);
+    ASSERT_TRUE(AllWritten());
+    ASSERT_OK(client_->Purge(Client::kAllCaches));
+    ASSERT_TRUE(Eventually([&] { return Metric("kvmanager_disk_blocks") == 0; }));
+  }
+  Kill();
+  Start();
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  EXPECT_EQ(Compare(*cache, source, 4), 0);
+}
+
+TEST_F(DiskTest, TwoDaemonsDoNotShareAFolder) {
+  Start();
+  DaemonOptions options;
+  options.program = log_.program();
+  options.more_flags = {"--disk-path", disk_, "--disk-bytes", "4GiB"};
+  EXPECT_FALSE(DaemonProcess::Start(options).ok());
+  EXPECT_TRUE(log_.Says("--disk-path"));
+  EXPECT_OK(client_->Status());
+}
+
+// What was known to be durable is there after every kill, whenever it comes.
+TEST_F(DiskTest, KillsAtRandomLoseNothingThatWasDurable) {
+  const uint32_t seed = std::random_device()();
+  SCOPED_TRACE(seed);
+  std::mt19937 random(seed);
+  const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2", 0);
+  std::map<uint64_t, int> durable;  // blocks of each text
+  uint64_t next = 1;
+  for (int round = 0; round < 12; ++round) {
+    Start(32 << 20);
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    for (const auto& [text, blocks] : durable) {
+      const Source source{text, Kind::kNormal, options};
+      EXPECT_TRUE(Eventually([&] { return Found(*cache, source, blocks) == blocks; }))
+          << "text " << text;
+    }
+    for (int i = 0; i < 3 && !durable.empty(); ++i) {
+      auto which = durable.begin();
+      std::advance(which, random() % durable.size());
+      EXPECT_EQ(Compare(*cache, {which->first, Kind::kNormal, options}, which->second), which->second);
+    }
+    std::map<uint64_t, int> published;
+    for (uint32_t texts = 4 + random() % 20; texts > 0; --texts) {
+      const int blocks = 1 + static_cast<int>(random() % 6);
+      Publish(*cache, {next, Kind::kNormal, options}, blocks);
+      published[next++] = blocks;
+      if (random() % 8 != 0) continue;
+      ASSERT_TRUE(AllWritten());
+      durable.merge(published);
+    }
+    cache.reset();
+    Kill();
+  }
+  EXPECT_GT(durable.size(), 10u);
+}
+
+}  // namespace
+}  // namespace kvmanager::testing

@@ -1,0 +1,176 @@
+"""tools/chaos --disk: a daemon with a disk is killed and started again, and must have what was durable.
+
+In each round kvmanagerd starts on the folder that the last one left, a client (tests/disk_stress.cc) checks it against a
+file of what is expected, publishes more, and notes there what is durable; then, at a moment that the seed says, the
+daemon is killed (kill -9), or ended by SIGTERM. In some rounds the disk fails now and then (failpoints: writes, reads,
+syncs). These are counted, and each must be 0:
+
+  lost         a block that was durable is not there
+  wrong        a block has other bytes than were published
+  back         a block that was purged is found
+  failed start a daemon did not start
+  unexpected   an error that no fault explains
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+COUNTS = ("lost", "wrong", "back", "failed start", "unexpected")
+START_S = 30
+VERIFY_S = 60
+FAILPOINTS = ("disk.write", "disk.read", "disk.sync")
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class DiskChaos:
+    def __init__(self, options: argparse.Namespace, folder: pathlib.Path) -> None:
+        self._options, self._folder = options, folder
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.events = {"kill -9": 0, "SIGTERM": 0, "with failpoints": 0}
+        self.sums: dict[str, int] = {}
+        self.notes: list[str] = []
+        self.rounds = 0
+        self.seconds = 0.0
+
+    def _note(self, count: str, text: str) -> None:
+        self.counts[count] += 1
+        self.notes.append(f"round {self.rounds}: {count}: {text}")
+        print(f"\n{self.notes[-1]}", file=sys.stderr, flush=True)
+
+    def _start(self, failpoints: str) -> tuple[subprocess.Popen, str, str] | None:
+        environment = {name: value for name, value in os.environ.items() if name != "KVMANAGER_FAILPOINTS"}
+        if failpoints:
+            environment["KVMANAGER_FAILPOINTS"] = failpoints
+        listen = f"unix:{self._folder}/kv.sock"
+        with open(self._folder / "daemon.log", "ab") as log:
+            log.write(f"--- round {self.rounds} starts with failpoints {failpoints or 'off'}\n".encode())
+            log.flush()
+            daemon = subprocess.Popen(
+                [self._options.kvmanagerd, "--listen", listen, "--host-pool-bytes", "24MiB"]
+                + ["--disk-path", str(self._folder / "disk"), "--disk-bytes", "4GiB"]
+                + ["--metrics-listen", "127.0.0.1:0", "--threads", "2", "--drain-s", "2"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                preexec_fn=_die_with_parent,
+            )
+        for line in daemon.stdout:
+            if line.startswith("kvmanagerd ready"):
+                words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+                return daemon, listen, words["metrics"]
+        self._note("failed start", f"kvmanagerd ended with {daemon.wait()}")
+        return None
+
+    def _round(self) -> None:
+        draw = random.Random(f"{self._options.seed}/{self.rounds}")
+        faulty = draw.random() < 0.3
+        failpoints = ""
+        if faulty:
+            self.events["with failpoints"] += 1
+            names = draw.sample(FAILPOINTS, draw.randint(1, len(FAILPOINTS)))
+            failpoints = ",".join([f"{name}=1/{draw.randint(3, 40)}" for name in names] + [f"seed={draw.randrange(1 << 32)}"])
+        started = self._start(failpoints)
+        if started is None:
+            return
+        daemon, listen, metrics = started
+        client = subprocess.Popen(
+            [self._options.disk_stress, listen, metrics, str(self._folder / "expected"), str(draw.randrange(1 << 32))]
+            + ["some" if faulty else "whole"],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=_die_with_parent,
+        )
+        # Sometimes while it verifies, mostly while it publishes.
+        if draw.random() < 0.8:
+            for line in client.stdout:
+                if self._take(line):
+                    break
+            else:
+                self._note("unexpected", f"the client ended with {client.wait()} before it had verified")
+        time.sleep(draw.uniform(0.0, 0.6))
+        if daemon.poll() is not None:
+            self._note("unexpected", f"the daemon ended with {daemon.returncode} by itself")
+        gently = draw.random() < 0.2
+        self.events["SIGTERM" if gently else "kill -9"] += 1
+        if gently:
+            client.kill()  # else its sequence is waited for
+        daemon.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
+        code = daemon.wait(timeout=START_S)
+        if gently and code != 0:
+            self._note("unexpected", f"the daemon ended with {code} at SIGTERM")
+        daemon.stdout.close()
+        try:
+            rest, _ = client.communicate(timeout=VERIFY_S)
+        except subprocess.TimeoutExpired:
+            client.kill()
+            rest, _ = client.communicate()
+            self._note("unexpected", "the client did not end with its daemon")
+        for line in rest.splitlines():
+            self._take(line)
+
+    def _take(self, line: str) -> bool:
+        """Whether it says that the client has verified."""
+        word, _, rest = line.strip().partition(" ")
+        if word == "verified":
+            for name, count in json.loads(rest).items():
+                self.sums[name] = self.sums.get(name, 0) + count
+            return True
+        if word:
+            self._note(word.lower() if word.lower() in COUNTS else "unexpected", rest)
+        return False
+
+    def run(self) -> None:
+        begun = last = time.monotonic()
+        terminal = sys.stderr.isatty()
+        while True:
+            self.seconds = time.monotonic() - begun
+            if self._options.rounds is not None and self.rounds >= self._options.rounds:
+                break
+            if self._options.minutes is not None and self.seconds >= 60 * self._options.minutes:
+                break
+            self._round()
+            self.rounds += 1
+            if terminal or time.monotonic() - last > 10:
+                last = time.monotonic()
+                line = f"{self.seconds:5.0f} s  round {self.rounds}  " + ", ".join(f"{k} {v}" for k, v in self.counts.items())
+                print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    def summary(self) -> str:
+        lines = [f"{self.rounds} rounds in {self.seconds:.0f} s, seed {self._options.seed}"]
+        lines.append("events: " + ", ".join(f"{name} {count}" for name, count in self.events.items()))
+        lines.append("texts: " + ", ".join(f"{name} {count}" for name, count in self.sums.items()))
+        lines.append(", ".join(f"{name} {count}" for name, count in self.counts.items()))
+        return "\n".join(lines)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code of tools/chaos --disk. options: as that has parsed them."""
+    print(f"seed {options.seed}", flush=True)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="kvchaos", dir=options.folder))
+    chaos = DiskChaos(options, folder)
+    chaos.run()
+    print("\n" + chaos.summary())
+    for text in chaos.notes[:50]:
+        print(text)
+    if any(chaos.counts.values()):
+        print(f"log of the daemons, and their disk: {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
