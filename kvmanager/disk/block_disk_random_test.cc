@@ -289,5 +289,50 @@ TEST_P(BlockDiskRandomTest, PowerCuts) {
   }
 }
 
+// RocksDB writes no more after an error of its log: it is opened anew. Removals that failed are made up for.
+TEST_P(BlockDiskRandomTest, TheIndexFailsForAWhile) {
+  TestFolder folder;
+  TestLoop loop;
+  ManualClock clock;
+  PowerCut power(1);
+  BlockDisk::Options options;
+  options.directory = folder.path() + "/d";
+  options.bytes = BlockDisk::kBytesMin;
+  BlockDiskParts parts;
+  parts.clock = &clock;
+  parts.make_io = GetParam() ? MakeThreadIo : MakeUringIo;
+  parts.index_files = power.file_system();
+  const TestBlock before = MakeTestBlock(1, 1), erased = MakeTestBlock(1, 2);
+  {
+    TestDisk disk(&loop, options, parts);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    ASSERT_TRUE(disk.Write(before));
+    ASSERT_TRUE(disk.Write(erased));
+    for (int failure = 0; failure < 3; ++failure) {
+      power.FailIndex(true);
+      const TestBlock block = MakeTestBlock(1, 10 + failure);
+      EXPECT_FALSE(disk.Write(block));
+      EXPECT_FALSE(disk->CanWrite(1));
+      if (failure == 1) disk->Erase(erased.record.cache, erased.record.name.key);
+      EXPECT_TRUE(disk.Read(before).ok());
+      power.FailIndex(false);
+      clock.AdvanceNs(60000000000);
+      ASSERT_TRUE(disk->CanWrite(1));
+      ASSERT_TRUE(disk.Write(MakeTestBlock(1, 20 + failure)));
+      disk->CheckInvariants();
+    }
+    EXPECT_GE(disk.metrics().errors("index").Value(), 3.0);
+  }
+  TestDisk disk(&loop, options, parts);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  EXPECT_TRUE(disk.Read(before).ok());
+  EXPECT_FALSE(disk.Has(erased));
+  for (int failure = 0; failure < 3; ++failure) {
+    EXPECT_FALSE(disk.Has(MakeTestBlock(1, 10 + failure)));
+    EXPECT_TRUE(disk.Read(MakeTestBlock(1, 20 + failure)).ok());
+  }
+  EXPECT_EQ(disk->use().blocks, 4u);
+}
+
 }  // namespace
 }  // namespace kvmanager::testing

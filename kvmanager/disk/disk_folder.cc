@@ -36,7 +36,7 @@ absl::Status MakeFolder(const std::string& path) {
 absl::Status SyncFolder(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   const bool synced = fd >= 0 && fsync(fd) == 0;
-  const absl::Status status = synced ? absl::OkStatus() : Failed("syncing", path);
+  absl::Status status = synced ? absl::OkStatus() : Failed("syncing", path);
   if (fd >= 0) close(fd);
   return status;
 }

@@ -50,7 +50,7 @@ absl::Status DiskLoader::Scan(Batch* last) {
   }
   Batch batch;
   IndexRecord record;
-  const absl::Status status = parts_.db->Scan([&](absl::string_view key, absl::string_view value) {
+  absl::Status status = parts_.db->Scan([&](absl::string_view key, absl::string_view value) {
     const auto full = [&] { return batch.records.size() + batch.damaged.size() >= kRecordsOfBatch; };
     bool sound = ParseIndexRecord(key, value, &record);
     if (sound) {
@@ -101,7 +101,7 @@ bool DiskLoader::PostOrder() {
 void DiskLoader::GiveBackGaps() {
   size_t at = 0;
   for (auto file = files_.begin(); file != files_.end() && !stopping(); ++file) {
-    const auto [segment, bytes] = *file;
+    const uint32_t segment = file->first;
     at = std::lower_bound(records_.begin(), records_.end(), segment,
                           [](const Where& each, uint32_t of) { return each.segment < of; }) -
          records_.begin();
@@ -117,7 +117,7 @@ void DiskLoader::GiveBackGaps() {
       punch(records_[at].begin);
       end = std::max(end, records_[at].end);
     }
-    if (!stopping()) punch(bytes);
+    if (!stopping()) punch(file->second);
   }
 }
 

@@ -164,7 +164,7 @@ class RocksIndexDb final : public IndexDb {
       is_reopening_ = true;
     }
     db_.reset();
-    const absl::Status status = OpenDb();
+    absl::Status status = OpenDb();
     if (!status.ok()) db_.reset();
     MutexLock lock(mutex_);
     is_reopening_ = !status.ok();

@@ -199,6 +199,10 @@ void PowerCut::Cut() {
   MutexLock lock(mutex_);
   on_ = false;
 }
+void PowerCut::FailIndex(bool on) {
+  MutexLock lock(mutex_);
+  index_fails_ = on;
+}
 bool PowerCut::on() {
   MutexLock lock(mutex_);
   return on_;
@@ -251,6 +255,7 @@ bool PowerCut::NoteAppend(const std::string& path, uint64_t bytes) {
 }
 bool PowerCut::NoteFileSync(const std::string& path) {
   MutexLock lock(mutex_);
+  if (index_fails_) return false;
   if (on_) lengths_[path].synced = lengths_[path].bytes;
   return on_;
 }

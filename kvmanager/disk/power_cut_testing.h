@@ -31,6 +31,8 @@ class PowerCut {
   rocksdb::FileSystem* file_system() { return file_system_.get(); }
 
   void Cut();
+  /// While it is on, syncs of the index's files fail.
+  void FailIndex(bool on);
   /// The disk is closed.
   void Lose();
 
@@ -69,7 +71,7 @@ class PowerCut {
   Mutex mutex_;
   std::mt19937_64 random_ ABSL_GUARDED_BY(mutex_);
   const uint64_t error_every_;
-  bool on_ ABSL_GUARDED_BY(mutex_) = true;
+  bool on_ ABSL_GUARDED_BY(mutex_) = true, index_fails_ ABSL_GUARDED_BY(mutex_) = false;
   std::map<int, std::string> paths_ ABSL_GUARDED_BY(mutex_);  // of segments' descriptors
   std::map<std::string, std::vector<Unsynced>> writes_ ABSL_GUARDED_BY(mutex_);
   std::set<std::string> created_ ABSL_GUARDED_BY(mutex_);  // and their folder was not synced since
