@@ -21,6 +21,21 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
+/// A file system that punches no holes.
+class NoHoles final : public DiskFiles {
+ public:
+  int Open(const std::string& path, bool create, bool* direct) override { return files_->Open(path, create, direct); }
+  void Close(int fd) override { files_->Close(fd); }
+  int Sync(int fd) override { return files_->Sync(fd); }
+  int SyncFolder(const std::string& path) override { return files_->SyncFolder(path); }
+  int Reserve(int fd, uint64_t offset, uint64_t bytes) override { return -EOPNOTSUPP; }
+  int Punch(int fd, uint64_t offset, uint64_t bytes) override { return -EOPNOTSUPP; }
+  int Unlink(const std::string& path) override { return files_->Unlink(path); }
+
+ private:
+  const std::unique_ptr<DiskFiles> files_ = MakeDiskFiles();
+};
+
 class BlockDiskTest : public ::testing::TestWithParam<bool> {
  protected:
   BlockDiskTest() {
@@ -205,6 +220,28 @@ TEST_P(BlockDiskTest, ErasedBytesAreGivenBack) {
   EXPECT_EQ(again->use().blocks, 0u);
   ASSERT_TRUE(again.Write(blocks[0]));
   EXPECT_EQ(Segments().size(), 1u);
+}
+
+// Bytes count until their segment is empty, and the disk stays within its bounds.
+TEST_P(BlockDiskTest, WithoutHoles) {
+  NoHoles files;
+  parts_.files = &files;
+  options_.eviction = EvictionKind::kLru;
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  int written = 0, late = 0;
+  for (int i = 0; i < 400; ++i) {
+    const TestBlock block = MakeTestBlock(1, i, 1, 2 << 20);
+    if (disk->CanWrite(block.pages[0].size()) && disk.Write(block)) {
+      ++written;
+      late += i >= 350 ? 1 : 0;
+      EXPECT_TRUE(disk.Read(block).ok());
+    }
+    disk->CheckInvariants();
+    EXPECT_LE(DiskUse(), options_.bytes);
+  }
+  EXPECT_GT(late, 0) << "it was full, and stayed so";
+  std::printf("%d of 400 blocks were written, %d of the last 50\n", written, late);
 }
 
 TEST_P(BlockDiskTest, WhatIsErasedOnItsWayIsNotThere) {
