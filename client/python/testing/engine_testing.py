@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import unittest
+import urllib.request
 
 import kvmanager
 from kvmanager_testing import Daemon
@@ -13,6 +15,13 @@ def published(daemon: Daemon) -> int:
     """Blocks that can be found by name."""
     with kvmanager.connect(daemon.listen) as client:
         return client.status().published_blocks
+
+
+def metric(daemon: Daemon, name: str) -> float:
+    """The sum of a metric's series."""
+    with urllib.request.urlopen(f"http://{daemon.metrics}/metrics", timeout=10) as answer:
+        series = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+    return sum(map(float, series))
 
 
 class DaemonTestCase(unittest.TestCase):

@@ -1,7 +1,7 @@
 """`vllm serve` of SmolLM2 with kvmanager's connector, as docs/engines.md says: a real engine, model and daemon.
 
-raw: the text that vLLM gives without the connector, also behind a prefix that comes from the daemon after a restart of the
-engine. A lossy codec: text that vLLM without the connector finds about as likely as its own. Likelihood is the mean natural
+raw: the text that vLLM gives without the connector, also behind a prefix that comes from the daemon's disk after a restart of
+the engine and a kill -9 of the daemon. A lossy codec: text that vLLM without the connector finds about as likely as its own. Likelihood is the mean natural
 logarithm of a token's probability, over the answers to all prompts, behind the prompts as they are.
 """
 
@@ -15,7 +15,7 @@ import time
 import unittest
 
 import smollm2
-from engine_testing import published
+from engine_testing import metric, published
 from kvmanager_testing import Daemon, data_path
 from server import BLOCK_TOKENS, Server
 
@@ -48,8 +48,9 @@ def questions() -> list[str]:
 class ServeTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
-        cls.daemon = cls.enterClassContext(Daemon(host_pool="512MiB"))
         folder = cls.enterClassContext(tempfile.TemporaryDirectory(prefix="smollm2"))
+        disk = ("--disk-path", os.path.join(folder, "disk"), "--disk-bytes", "2GiB")
+        cls.daemon = cls.enterClassContext(Daemon(host_pool="512MiB", flags=disk))
         cls.model = smollm2.convert(os.path.join(folder, "smollm2"))
         cls.plain = cls.enterClassContext(Server(cls.model)).ready()
         cls.prompts = [cls.plain.chat_tokens(question) for question in questions()]
@@ -73,6 +74,16 @@ class ServeTest(unittest.TestCase):
         if found < blocks:
             self.fail(f"{found} blocks are stored, must be {blocks}: {server.kvmanager_lines()}")
 
+    def kill_daemon(self) -> None:
+        """kill -9 once all that was published is on its disk, and another daemon in its place."""
+        end = time.monotonic() + _STORE_S
+        while (left := metric(self.daemon, "kvmanager_disk_unwritten_blocks")) > 0 and time.monotonic() < end:
+            time.sleep(0.1)
+        self.assertEqual(0, left, "blocks are not on the disk")
+        self.daemon.kill()
+        self.daemon.start()
+        self.assertEqual(0, published(self.daemon))
+
     def prompt_blocks(self) -> int:
         return sum(len(prompt) // BLOCK_TOKENS for prompt in self.prompts)
 
@@ -86,7 +97,7 @@ class ServeTest(unittest.TestCase):
         self.assertEqual(self.hit_tokens(), server.metric("vllm:external_prefix_cache_hits_total") - before)
         self.assertEqual(0, server.metric("vllm:kvmanager_loads_failed_total"))
 
-    def test_raw_gives_the_text_of_vllm_also_after_a_restart(self) -> None:
+    def test_raw_gives_the_text_of_vllm_also_after_restarts(self) -> None:
         with self.server("raw") as first:
             self.plain.forget()
             computed, found = self.answers(self.plain), self.answers(self.plain)  # found: behind vLLM's own prefix cache
@@ -95,9 +106,11 @@ class ServeTest(unittest.TestCase):
             self.assertEqual(computed, self.answers(first))
             self.assertEqual(0, first.metric("vllm:kvmanager_loaded_tokens_total"))
             self.wait_for_published(before + self.prompt_blocks(), first)
+        self.kill_daemon()
         with self.server("raw").ready() as second:
             self.assertEqual(found, self.answers(second))
             self.assert_hits(second)
+        self.assertGreaterEqual(metric(self.daemon, "kvmanager_disk_read_blocks_total"), self.prompt_blocks())
 
     def likelihood(self, answers: list[tuple[str, list[int]]]) -> float:
         logs = [
