@@ -1,4 +1,5 @@
-// A client under tools/chaos --disk: checks that a daemon has what was durable before it was killed, and publishes more.
+// A client under tools/chaos --disk: checks that a daemon has what was durable before it was killed, and publishes
+// more.
 //
 //   disk_stress LISTEN METRICS EXPECTED SEED WHEN
 //
@@ -39,9 +40,9 @@ using client::Client;
 
 constexpr const char* kCodecs[] = {"raw", "hack:k_bits=3,v_bits=2", "hack:k_bits=2,v_bits=2"};
 constexpr int kPageTokens = 64;
-constexpr size_t kTextsMax = 300;    // durable at once; then all are purged
-constexpr size_t kCompared = 12;     // texts of which each byte is
-constexpr int64_t kFoundMs = 5000;   // in which a daemon knows what its disk has
+constexpr size_t kTextsMax = 300;   // durable at once; then all are purged
+constexpr size_t kCompared = 12;    // texts of which each byte is
+constexpr int64_t kFoundMs = 5000;  // in which a daemon knows what its disk has
 
 struct Text {
   int codec = 0;

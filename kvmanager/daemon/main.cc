@@ -23,6 +23,7 @@
 #include "kvmanager/daemon/options.h"
 #include "kvmanager/daemon/server.h"
 #include "kvmanager/daemon/supervisor.h"
+#include "kvmanager/disk/rocksdb_tsan.h"
 #include "kvmanager/memory/device.h"
 #include "transport/ucx/ucx_process.h"
 

@@ -1,5 +1,5 @@
-// Published blocks of host memory that are copied to the disk: each soon after it was named, so that a restart finds it,
-// and at the latest when room is short. On the store's thread.
+// Published blocks of host memory that are copied to the disk: each soon after it was named, so that a restart finds
+// it, and at the latest when room is short. On the store's thread.
 //
 // A block is written in the form that stays, once all of its pages are encoded; its pages are pinned meanwhile. Once it
 // is durable the host's tier may evict it and loses nothing (Evictable::kept). What the disk does not take now is
@@ -76,8 +76,8 @@ class DiskWrites {
   void OnGone(const CacheDigest& cache, const BlockKey& key);
 
   const Parts parts_;
-  std::deque<Named> named_;           // to be written, the first named first
-  std::unique_ptr<Waiting> waiting_;  // for the first of them; nullptr: for nothing
+  std::deque<Named> named_;                    // to be written, the first named first
+  std::unique_ptr<Waiting> waiting_;           // for the first of them; nullptr: for nothing
   absl::flat_hash_map<Block*, bool> writing_;  // whether it was purged meanwhile
   uint64_t pinned_bytes_ = 0, demoting_bytes_ = 0;
 };
