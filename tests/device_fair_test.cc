@@ -313,7 +313,7 @@ TEST_F(DeviceFairTest, ManyEntriesInSeveralLaunchesAnswerAsEachAlone) {
 // Steps that a client sends behind one that is cut are submitted behind all of it, in their order.
 TEST_F(DeviceFairTest, LaterStepsStayBehindAStepThatIsCut) {
   ASSERT_NO_FATAL_FAILURE(StartDaemon());
-  constexpr int kContext = 20000, kQueries = 4065, kLater = 64;  // from the last token of a page on
+  constexpr int kBefore = kStepTokens, kQueries = 4096, kContext = kBefore + kQueries, kLater = 64;
   ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon_->listen(), {}));
   ASSERT_OK_AND_ASSIGN(auto device, DeviceClient::Open(client.get(), 0));
   Text text;
@@ -331,18 +331,19 @@ TEST_F(DeviceFairTest, LaterStepsStayBehindAStepThatIsCut) {
     batch.k = batch.v = kv->View(position * kv_row, size_t(tokens) * kv_row);
     return cache->StepAsync(batch);
   };
-  ASSERT_OK(append(0, kStepTokens).Wait());
-  ASSERT_OK_AND_ASSIGN(const StepResult appended, append(kStepTokens, kContext - kStepTokens).Wait());
+  ASSERT_OK_AND_ASSIGN(const StepResult appended, append(0, kBefore).Wait());
   ASSERT_TRUE(Eventually([&] { return device->words().Load(Word::kDone) >= appended.done; }));
-  const StepEntry entry = {made.sequence->id(), kContext - kQueries, kQueries};
+  const StepEntry entry = {made.sequence->id(), kBefore, kQueries};
   StepBatch batch;
   batch.entries = {&entry, 1};
+  batch.k = batch.v = kv->View(kBefore * kv_row, kQueries * kv_row);
   batch.q = q->View(0, kQueries * q_row);
   batch.out = out->View(0, kQueries * q_row);
   batch.q_dtype = DType::kFloat16;
-  const StepEntry last = {made.sequence->id(), kContext - 1, 1};
+  const StepEntry last = {made.sequence->id(), kBefore - 1, 1};
   StepBatch ask = batch;  // pages that it reads are encoded then, for which a step would wait without its turn
   ask.entries = {&last, 1};
+  ask.k = ask.v = {};
   ask.q = q->View(0, q_row);
   ask.out = out->View(0, q_row);
   ASSERT_OK(cache->Step(ask).status());

@@ -149,7 +149,8 @@ class ServerImpl final : public Server {
     facts_.busy_polls = options_.busy_poll_us > 0;
     KV_RETURN_IF_ERROR(access_.Open(store_.get(), &facts_));
     KV_ASSIGN_OR_RETURN(ucx_, OpenUcx(options_, *pool_));
-    DescribeUcx();
+    facts_.ucx = [this] { return DescribeUcx(ucx_.get()); };
+    if (ucx_ != nullptr) spdlog::info("peers with the same key: {}", facts_.ucx());
     TcpTransport::Options transport;
     transport.listen = options_.peer_listen;
     transport.receiver = incoming_.get();
@@ -371,15 +372,6 @@ class ServerImpl final : public Server {
     DaemonParts daemon;
     kj::Promise<void> files = nullptr;  // are read
   };
-
-  void DescribeUcx() {
-    facts_.ucx = [this] {
-      if (ucx_ == nullptr) return absl::StrCat("off, ", UcxBuild());
-      return ucx_->process() == 0 ? std::string("its process has ended, and is started anew")
-                                  : absl::StrCat("UCX ", ucx_->version(), ", process ", ucx_->process());
-    };
-    if (ucx_ != nullptr) spdlog::info("peers with the same key: {}", facts_.ucx());
-  }
 
   absl::Status OpenPage() {
     if (options_.http_listen.empty()) return absl::OkStatus();

@@ -22,4 +22,10 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcx(const Options& options, const
                                                          "; leave the option out to do without"));
 }
 
+std::string DescribeUcx(const UcxMemory* ucx) {
+  if (ucx == nullptr) return absl::StrCat("off, ", UcxBuild());
+  if (ucx->process() == 0) return "its process has ended, and is started anew";
+  return absl::StrCat("UCX ", ucx->version(), ", process ", ucx->process());
+}
+
 }  // namespace kvmanager

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "absl/status/statusor.h"
 #include "kvmanager/daemon/options.h"
@@ -13,5 +14,8 @@ namespace kvmanager {
 /// Starts the process that lets peers with the same key read `pool`. nullptr: --peer-ucx-key was not given. Errors: of
 /// the key's file; those of UcxMemory::Create.
 absl::StatusOr<std::unique_ptr<UcxMemory>> OpenUcx(const Options& options, const PagePool& pool);
+
+/// For people: what runs; nullptr: why nothing does.
+std::string DescribeUcx(const UcxMemory* ucx);
 
 }  // namespace kvmanager

@@ -11,6 +11,7 @@
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/load_blocks.h"
+#include "kvmanager/rpc/output_factors.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/step_check.h"
@@ -142,19 +143,8 @@ class CacheService final : public api::Cache::Server {
         return InvalidField("hiddenSize", 0, "above 0, as the cache was opened, to register projections");
       }
       KV_ASSIGN_OR_RETURN(const CacheInfo info, store().caches().Describe(id()));
-      const auto facts = context.getParams().getFacts();
-      recompute::ProjectionModel model;
-      model.layout = config().layout;
-      model.layers = config().layers;
-      model.hidden = config().hidden;
-      if (facts.getRotaryDims() > config().layout.head_dim) {
-        return InvalidField("rotaryDims", facts.getRotaryDims(), absl::StrCat("at most ", config().layout.head_dim));
-      }
-      model.rope.rotary_dims = static_cast<int>(facts.getRotaryDims());
-      model.rope.theta = facts.getTheta();
-      using Rope = recompute::RopeFacts;
-      model.rope.pairs = facts.getInterleaved() ? Rope::Pairs::kInterleaved : Rope::Pairs::kHalfSplit;
-      model.rope.angles = facts.getDoubleAngles() ? Rope::Angles::kDouble : Rope::Angles::kFloat32;
+      KV_ASSIGN_OR_RETURN(const recompute::ProjectionModel model,
+                          ReadProjectionModel(context.getParams().getFacts(), config()));
       KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
                           parts_.recomputer->Open(info.digest, model, config().device));
       context.getResults().setProjections(
@@ -170,7 +160,7 @@ class CacheService final : public api::Cache::Server {
         return InvalidField("layer", layer, absl::StrCat("0..", config().layers - 1));
       }
       if (!bound_->cache.codec->attention().folds_output(static_cast<int>(layer))) return Done();
-      const uint64_t bytes = config().layout.kv_heads * FactorValues() * sizeof(float);
+      const uint64_t bytes = OutputFactorBytes(config().layout);
       if (bytes > limits::kReplyBytesMax) {
         return FieldError(absl::StatusCode::kResourceExhausted, "factors", absl::StrCat(bytes, " bytes"),
                           absl::StrCat("at most ", limits::kReplyBytesMax, " bytes"));
@@ -178,8 +168,8 @@ class CacheService final : public api::Cache::Server {
       KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room,
                           session_->messages().BookReply(SessionMessages::BytesToBook(bytes)));
       return room
-          .then([this, layer, bytes, context](MessageShare::Charge charge) mutable {
-            return MakeFactors(static_cast<int>(layer), bytes)
+          .then([this, layer, context](MessageShare::Charge charge) mutable {
+            return MakeFactors(static_cast<int>(layer))
                 .then([this, context, charge = std::move(charge)](absl::StatusOr<AlignedBuffer> factors) mutable {
                   if (!factors.ok()) return ServeError(*session_, Method::kOutputFactors, factors.status(), context);
                   auto results = context.getResults(capnp::MessageSize{kReplyWords, 0});
@@ -445,23 +435,12 @@ class CacheService final : public api::Cache::Server {
                                               requests[static_cast<uint32_t>(i)].getPrefix(), limits::kBlockNamesMax);
   }
 
-  size_t FactorValues() const { return size_t{config().layout.head_dim} * config().layout.head_dim; }  // of a head
-  kj::Promise<absl::StatusOr<AlignedBuffer>> MakeFactors(int layer, uint64_t bytes) {
-    return OnWorker<absl::StatusOr<AlignedBuffer>>(
-        WorkersOf(*bound_->cache.codec, parts_.sequence.workers), queue(), bound_->cache.owner,
-        [codec = bound_->cache.codec, layer, bytes, heads = int{config().layout.kv_heads},
-         values = FactorValues()]() -> absl::StatusOr<AlignedBuffer> {
-          KV_ASSIGN_OR_RETURN(AlignedBuffer factors, AlignedBuffer::Make("factors", bytes));
-          float* const out = reinterpret_cast<float*>(factors.data());
-          for (int head = 0; head < heads; ++head) {
-            if (codec->OutputFactor(layer, head, absl::MakeSpan(out + head * values, values))) continue;
-            return absl::UnavailableError(absl::StrCat("codec ", codec->info().name,
-                                                       ", a plug-in, failed to say the "
-                                                       "factor of layer ",
-                                                       layer, ", head ", head, ": see the log"));
-          }
-          return factors;
-        });
+  kj::Promise<absl::StatusOr<AlignedBuffer>> MakeFactors(int layer) {
+    return OnWorker<absl::StatusOr<AlignedBuffer>>(WorkersOf(*bound_->cache.codec, parts_.sequence.workers), queue(),
+                                                   bound_->cache.owner,
+                                                   [codec = bound_->cache.codec, layout = config().layout, layer] {
+                                                     return MakeOutputFactors(*codec, layout, layer);
+                                                   });
   }
 
   // With the blocks that a lower tier has besides. Nothing: the reply is written.

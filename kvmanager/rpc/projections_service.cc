@@ -99,6 +99,23 @@ class ProjectionsService final : public api::Projections::Server {
 
 }  // namespace
 
+absl::StatusOr<recompute::ProjectionModel> ReadProjectionModel(api::ProjectionFacts::Reader facts,
+                                                               const CacheConfig& config) {
+  recompute::ProjectionModel model;
+  model.layout = config.layout;
+  model.layers = config.layers;
+  model.hidden = config.hidden;
+  if (facts.getRotaryDims() > config.layout.head_dim) {
+    return InvalidField("rotaryDims", facts.getRotaryDims(), absl::StrCat("at most ", config.layout.head_dim));
+  }
+  model.rope.rotary_dims = static_cast<int>(facts.getRotaryDims());
+  model.rope.theta = facts.getTheta();
+  using Rope = recompute::RopeFacts;
+  model.rope.pairs = facts.getInterleaved() ? Rope::Pairs::kInterleaved : Rope::Pairs::kHalfSplit;
+  model.rope.angles = facts.getDoubleAngles() ? Rope::Angles::kDouble : Rope::Angles::kFloat32;
+  return model;
+}
+
 api::Projections::Client MakeProjectionsService(std::shared_ptr<Session> session, Recomputer* recomputer,
                                                 std::shared_ptr<ProjectionSet> set, const CacheConfig& config) {
   return kj::heap<ProjectionsService>(std::move(session), recomputer, std::move(set), config);

@@ -122,6 +122,10 @@ api::Admin::Client MakeAdminService(std::shared_ptr<Session> session, const Admi
 api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId cache,
                                     std::shared_ptr<const DeviceCodec> device_codec);
 
+/// What a cache's projections are of. Errors: INVALID_ARGUMENT naming the field.
+absl::StatusOr<recompute::ProjectionModel> ReadProjectionModel(api::ProjectionFacts::Reader facts,
+                                                               const CacheConfig& config);
+
 /// A lease of a cache's projections.
 api::Projections::Client MakeProjectionsService(std::shared_ptr<Session> session, Recomputer* recomputer,
                                                 std::shared_ptr<ProjectionSet> set, const CacheConfig& config);
