@@ -124,7 +124,7 @@ class FakeDisk final : public BlockDisk {
     absl::AnyInvocable<void(absl::StatusOr<std::vector<uint64_t>>)> done;
   };
 
-  void Remove(const Name& name) {
+  void Remove(Name name) {  // a copy: it may be the key that goes
     if (stored.erase(name) > 0 && on_gone_) on_gone_(name.first, name.second);
   }
   template <typename Wanted>
