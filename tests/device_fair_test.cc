@@ -313,12 +313,17 @@ TEST_F(DeviceFairTest, ManyEntriesInSeveralLaunchesAnswerAsEachAlone) {
 // Steps that a client sends behind one that is cut are submitted behind all of it, in their order.
 TEST_F(DeviceFairTest, LaterStepsStayBehindAStepThatIsCut) {
   ASSERT_NO_FATAL_FAILURE(StartDaemon());
-  constexpr int kBefore = kStepTokens, kQueries = 4096, kContext = kBefore + kQueries, kLater = 64;
+  // All pages that the step fills are within its queries' lag: it waits for no encoding, which it would do without its
+  // turn.
+  constexpr int kLagPages = 64, kBefore = kStepTokens, kQueries = (kLagPages - 1) * 64;
+  constexpr int kContext = kBefore + kQueries, kLater = 64;
   ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon_->listen(), {}));
   ASSERT_OK_AND_ASSIGN(auto device, DeviceClient::Open(client.get(), 0));
   Text text;
   text.layers = 1, text.kv_heads = 8, text.query_heads = 32, text.head_dim = kHeadDim;
-  ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(OptionsFor(text, kK2V2, 0, "a")));
+  client::CacheOptions options = OptionsFor(text, kK2V2, 0, "a");
+  options.lag_pages = kLagPages;
+  ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(options));
   ASSERT_OK_AND_ASSIGN(auto made, cache->CreateSequence());
   const size_t kv_row = text.kv_row() * 2, q_row = text.q_row() * 2;
   ASSERT_OK_AND_ASSIGN(auto kv, device->CreateArena((kContext + kLater) * kv_row));  // zeros
@@ -340,13 +345,12 @@ TEST_F(DeviceFairTest, LaterStepsStayBehindAStepThatIsCut) {
   batch.q = q->View(0, kQueries * q_row);
   batch.out = out->View(0, kQueries * q_row);
   batch.q_dtype = DType::kFloat16;
-  const StepEntry last = {made.sequence->id(), kBefore - 1, 1};
-  StepBatch ask = batch;  // pages that it reads are encoded then, for which a step would wait without its turn
-  ask.entries = {&last, 1};
-  ask.k = ask.v = {};
-  ask.q = q->View(0, q_row);
-  ask.out = out->View(0, q_row);
-  ASSERT_OK(cache->Step(ask).status());
+  // Nor for that of those before.
+  ASSERT_TRUE(Eventually([&] {
+    const auto page = Scrape(*daemon_);
+    return page.ok() && page->Sum("kvmanager_pages", {"state=\"sealed\""}) == 0 &&
+           page->Sum("kvmanager_pages", {"state=\"encoding\""}) == 0;
+  }));
   auto cut = cache->StepAsync(batch);
   // Each is refused where the one before is not there yet.
   std::vector<client::Pending<absl::StatusOr<StepResult>>> later;
