@@ -30,6 +30,7 @@
 #include "kvmanager/base/status.h"
 #include "tests/harness.h"
 #include "tests/model.h"
+#include "tests/prefix_reads.h"
 
 namespace kvmanager::testing {
 namespace {
@@ -153,24 +154,9 @@ class Stress {
       std::printf("LOST text %llu: a sequence found %d of %d blocks\n", (unsigned long long)text, hits, of.blocks);
     }
     if (hits == 0) return absl::OkStatus();
-    ModelSequence model(source.shape);
-    LoadModel(model, source, 0, tokens, 1024);
-    model.MarkShared(static_cast<uint64_t>(tokens));
-    for (int layer = 0; layer < source.shape.layers; ++layer) {
-      std::vector<uint8_t> k(source.K(layer, 0, tokens).size()), v(k.size());
-      client::StepEntry entry;
-      entry.sequence = made.sequence->id();
-      entry.tokens = tokens;
-      client::ReadBatch batch;
-      batch.layer = layer;
-      batch.entries = {&entry, 1};
-      batch.k = client::TensorView::Inline(k.data(), k.size());
-      batch.v = client::TensorView::Inline(v.data(), v.size());
-      KV_RETURN_IF_ERROR(cache.Read(batch).status());
-      const ModelSequence::Rows expected = model.Read(layer, 0, tokens);
-      if (k != expected.k || v != expected.v) {
-        std::printf("WRONG text %llu, codec %s, layer %d\n", (unsigned long long)text, kCodecs[of.codec], layer);
-      }
+    KV_ASSIGN_OR_RETURN(const int layer, LayerThatDiffers(cache, made.sequence->id(), source, tokens));
+    if (layer != kNoLayer) {
+      std::printf("WRONG text %llu, codec %s, layer %d\n", (unsigned long long)text, kCodecs[of.codec], layer);
     }
     return absl::OkStatus();
   }

@@ -124,6 +124,8 @@ class DiskChaos:
             self._note("unexpected", "the client did not end with its daemon")
         for line in rest.splitlines():
             self._take(line)
+        if not gently and client.returncode not in (0, 1):  # 1: it has said why
+            self._note("unexpected", f"the client ended with {client.returncode}")
 
     def _take(self, line: str) -> bool:
         """Whether it says that the client has verified."""

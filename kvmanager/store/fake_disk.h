@@ -22,11 +22,6 @@ class FakeDisk final : public BlockDisk {
     DiskBlock block;
     std::string payer;
     std::vector<std::vector<uint8_t>> pages;
-    uint64_t bytes() const {
-      uint64_t sum = 0;
-      for (const auto& page : pages) sum += page.size();
-      return sum;
-    }
   };
 
   bool loaded() const override { return true; }
