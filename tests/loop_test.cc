@@ -59,6 +59,13 @@ class LoopTest : public ::testing::Test {
   void SetUp() override {
     DaemonOptions options;
     options.host_pool_bytes = 1536 << 20;
+    Restart(options);
+  }
+  void Restart(const DaemonOptions& options) {
+    cache_.reset();
+    client_.reset();
+    daemon_.reset();
+    seen_ = 0;
     ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
     Client::Options with_time;
     with_time.deadline_ms = 120000;
@@ -78,6 +85,11 @@ class LoopTest : public ::testing::Test {
       KV_RETURN_IF_ERROR(cache.Step(batch).status());
     }
     return made;
+  }
+  double Gauge(const std::string& name) {
+    const auto page = Scrape(*daemon_);
+    EXPECT_OK(page);
+    return page->Sum(name);
   }
   /// Turns that lasted too long since the last call, and prints the longest.
   double LongTurns(const std::string& what) {
@@ -156,6 +168,35 @@ TEST_F(LoopTest, WithTheLongestSequences) {
   ASSERT_OK(client_->Ping());
   EXPECT_TRUE(Eventually([&] { return client_->Status()->leases == 0; }));
   EXPECT_EQ(LongTurns("drop of 60,000 blocks"), 0);
+}
+
+// The same blocks, which after a restart the disk alone has.
+TEST_F(LoopTest, WithTheLongestPrefixOnADisk) {
+  const TempDir directory;
+  DaemonOptions options;
+  options.host_pool_bytes = 1536 << 20;
+  options.more_flags = {absl::StrCat("--disk-path=", directory.path(), "/disk"), "--disk-bytes=2GiB"};
+  ASSERT_NO_FATAL_FAILURE(Restart(options));
+  std::vector<BlockName> names;
+  for (int i = 0; i < kMostBlocks; ++i) names.push_back(NameOf(i));
+  {
+    ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*cache_, kMostBlocks, 1000));
+    ASSERT_OK(made.sequence->Publish(names));
+    EXPECT_EQ(LongTurns("publish of 60,000 blocks, with a disk"), 0);
+  }
+  ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_disk_blocks") == kMostBlocks; }, 60000));
+  EXPECT_EQ(LongTurns("writing them"), 0);
+  ASSERT_NO_FATAL_FAILURE(Restart(options));
+  ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_disk_blocks") == kMostBlocks; }, 60000));
+  EXPECT_EQ(LongTurns("a start with them"), 0);
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_OK_AND_ASSIGN(const auto found, cache_->Match({{names}}));
+    EXPECT_EQ(found[0].hit_blocks, kMostBlocks);
+    EXPECT_EQ(LongTurns(i == 0 ? "match of what the disk has" : "match of what memory has, and nobody uses"), 0);
+    ASSERT_OK_AND_ASSIGN(const CreatedSequence created, cache_->CreateSequence(names));
+    EXPECT_EQ(created.match.hit_blocks, kMostBlocks);
+    EXPECT_EQ(LongTurns("createSequences with it"), 0);
+  }
 }
 
 // What another tenant wrote is zeroed before somebody else has it.

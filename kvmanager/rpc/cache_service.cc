@@ -11,6 +11,7 @@
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/load_blocks.h"
+#include "kvmanager/rpc/match_call.h"
 #include "kvmanager/rpc/output_factors.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
@@ -43,13 +44,12 @@ class CacheService final : public api::Cache::Server {
       const auto requests = context.getParams().getRequests();
       KV_RETURN_IF_ERROR(CheckRequests(requests.size()));
       KV_RETURN_IF_ERROR(EnsureOpen());
-      auto matching = std::make_shared<Matching>(Matching{.list = requests});
-      return InTurns(session_, Method::kMatch, parts_.sequence.long_calls,
-                     [this, matching] { return Match(*matching); })
-          .then([this, matching, context]() mutable {
-            if (!matching->wrong.ok()) return ServeError(*session_, Method::kMatch, matching->wrong, context);
-            auto results = context.getResults().initResults(matching->found.size());
-            for (size_t i = 0; i < matching->found.size(); ++i) WriteMatch(matching->found[i], results[i]);
+      auto call = std::make_shared<MatchCall>(&store().caches(), id(), requests);
+      return InTurns(session_, Method::kMatch, parts_.sequence.long_calls, [call] { return call->DoPiece(); })
+          .then([this, call, context]() mutable {
+            if (!call->status().ok()) return ServeError(*session_, Method::kMatch, call->status(), context);
+            auto results = context.getResults().initResults(call->found().size());
+            for (uint32_t i = 0; i < results.size(); ++i) WriteMatch(call->found()[i], results[i]);
           })
           .attach(thisCap());
     });
@@ -212,31 +212,11 @@ class CacheService final : public api::Cache::Server {
   }
 
  private:
-  using Requests = capnp::List<api::SequenceRequest>::Reader;
   static constexpr size_t kReplyWords = 32;  // of a reply without its factors
-
-  // One call of match.
-  struct Matching {
-    Requests list;
-    std::unique_ptr<BlockNamesReader> reader;  // of the next request
-    std::vector<MatchResult> found;            // of those before
-    absl::Status wrong;
-  };
-  bool Match(Matching& matching) {
-    if (matching.reader == nullptr) matching.reader = PrefixReader(matching.list, matching.found.size());
-    if (matching.reader->ReadNext()) return true;
-    matching.wrong = matching.reader->status();
-    if (!matching.wrong.ok()) return false;
-    const auto match = store().caches().Match(id(), matching.reader->Take());
-    matching.reader = nullptr;
-    if (matching.wrong = match.status(); !match.ok()) return false;
-    matching.found.push_back(*match);
-    return matching.found.size() < matching.list.size();
-  }
 
   // One call of createSequences: its requests are read first, then served one behind the other.
   struct Creation {
-    Requests list;
+    PrefixRequests list;
     std::unique_ptr<BlockNamesReader> reader;  // of the next prefix
     std::vector<std::vector<BlockName>> prefixes;
     absl::Status wrong;
@@ -429,10 +409,6 @@ class CacheService final : public api::Cache::Server {
     if (count > 0 && count <= limits::kSequenceRequestsMax) return absl::OkStatus();
     return InvalidField("requests", absl::StrCat(count, " long"),
                         absl::StrCat("1..", limits::kSequenceRequestsMax, " long"));
-  }
-  static std::unique_ptr<BlockNamesReader> PrefixReader(const Requests& requests, size_t i) {
-    return std::make_unique<BlockNamesReader>(absl::StrCat("requests[", i, "].prefix"),
-                                              requests[static_cast<uint32_t>(i)].getPrefix(), limits::kBlockNamesMax);
   }
 
   kj::Promise<absl::StatusOr<AlignedBuffer>> MakeFactors(int layer) {

@@ -17,7 +17,7 @@
 #include "kvmanager/store/block_check.h"
 #include "kvmanager/store/block_transfers.h"
 #include "kvmanager/store/cache_config.h"
-#include "kvmanager/store/miss_reason.h"
+#include "kvmanager/store/prefix_match.h"
 #include "kvmanager/store/store_ids.h"
 
 namespace kvmanager {
@@ -45,11 +45,6 @@ struct CacheUse {
   uint64_t raw_bytes = 0, encoded_bytes = 0, activation_bytes = 0;
 };
 
-struct MatchResult {
-  int hit_blocks = 0;                     // consecutive, from the first
-  MissReason reason = MissReason::kNone;  // of the first block that was no hit; kNone if all were
-};
-
 class CacheDirectory {
  public:
   static constexpr size_t kCachesMax = 4096;
@@ -75,9 +70,17 @@ class CacheDirectory {
   virtual bool IsOpen(const CacheDigest& digest, int device) const = 0;
   virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;  // nullptr: no such cache
   virtual const PageAttention* raw_attention(CacheId cache) const = 0;  // nullptr: no such cache
-  /// How far `names` can be found and used (LRU). They are not pinned, and their bytes are not verified: a sequence
-  /// that begins with them does that.
-  virtual absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) = 0;
+  /// How far `names` can be found; those that are count as used now. They are not pinned, and their bytes are not
+  /// verified: a sequence that begins with them does that. Errors: NOT_FOUND; INVALID_ARGUMENT beyond kNamesMax.
+  virtual absl::StatusOr<std::unique_ptr<PrefixMatch>> BeginMatch(CacheId cache, std::vector<BlockName> names) = 0;
+  /// All of it at once.
+  absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) {
+    auto match = BeginMatch(cache, std::vector<BlockName>(names.begin(), names.end()));
+    if (!match.ok()) return match.status();
+    while ((*match)->DoPiece()) {
+    }
+    return (*match)->result();
+  }
   /// What a sequence that begins with `names` would verify, to be verified before on another thread; nullptr: nothing,
   /// or so little that it need not.
   virtual absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) = 0;

@@ -10,6 +10,7 @@
 #include "kvmanager/store/block_writes.h"
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/payer_name.h"
+#include "kvmanager/store/prefix_matches.h"
 
 namespace kvmanager {
 
@@ -236,34 +237,10 @@ uint64_t CacheTable::PurgeAll() {
   return blocks + (parts_.disk == nullptr ? 0 : parts_.disk->EraseAll());
 }
 
-absl::StatusOr<MatchResult> CacheTable::Match(CacheId id, absl::Span<const BlockName> names) {
-  KV_ASSIGN_OR_RETURN(const auto cache, Find(id));
+absl::StatusOr<std::unique_ptr<PrefixMatch>> CacheTable::BeginMatch(CacheId id, std::vector<BlockName> names) {
+  KV_RETURN_IF_ERROR(Find(id).status());
   KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
-  MatchResult result;
-  std::vector<Block*> found = FindPrefix(*cache, names, BlockIndex::Bytes::kTrust, &result);
-  if (result.reason == MissReason::kNotFound && parts_.disk != nullptr) MatchOnDisk(*cache, names, &result);
-  if (result.reason != MissReason::kNone)
-    parts_.metrics->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
-  for (; !found.empty(); found.pop_back()) parts_.blocks->Release(found.back());
-  return result;
-}
-
-void CacheTable::MatchOnDisk(const Cache& cache, absl::Span<const BlockName> names, MatchResult* result) const {
-  const std::shared_ptr<Cache> host = FindIn(cache.digest, *(*parts_.tiers)[0]);
-  for (auto& hits = result->hit_blocks; static_cast<size_t>(hits) < names.size(); ++hits) {
-    const BlockName& name = names[static_cast<size_t>(hits)];
-    const uint32_t index = static_cast<uint32_t>(hits);
-    MissReason reason;
-    if (cache.table.Find(name, index, &reason) != nullptr) continue;
-    if (host != nullptr && host->table.Find(name, index, &reason) != nullptr) continue;
-    const DiskBlock* const there = parts_.disk->Find(cache.digest, name.key);
-    if (there == nullptr) return;
-    if (there->index != index || there->tokens != name.tokens) {
-      result->reason = MissReason::kTokenMismatch;
-      return;
-    }
-  }
-  result->reason = MissReason::kNone;
+  return MakePrefixMatch({this, parts_.blocks, parts_.disk, parts_.metrics, parts_.alive}, id, std::move(names));
 }
 
 absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::Span<const BlockName> names) {

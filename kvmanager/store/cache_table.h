@@ -45,7 +45,7 @@ class CacheTable final : public CacheDirectory {
   bool IsOpen(const CacheDigest& digest, int device) const override { return by_digest_.contains({digest, device}); }
   std::shared_ptr<const Codec> codec(CacheId cache) const override;
   const PageAttention* raw_attention(CacheId cache) const override;
-  absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) override;
+  absl::StatusOr<std::unique_ptr<PrefixMatch>> BeginMatch(CacheId cache, std::vector<BlockName> names) override;
   absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) override;
   absl::StatusOr<std::unique_ptr<BlockReads>> ReadBlocks(CacheId cache, uint32_t first,
                                                          absl::Span<const BlockName> names, uint64_t bytes_max,
@@ -81,8 +81,6 @@ class CacheTable final : public CacheDirectory {
   bool CloseLeastRecentlyOpened();  // of the unused ones; false: there is none
   static CacheInfo InfoOf(const Cache& cache);
   uint64_t PurgeOne(Cache& cache);
-  /// How far `names` go on behind `result`, in any memory and on the disk.
-  void MatchOnDisk(const Cache& cache, absl::Span<const BlockName> names, MatchResult* result) const;
   /// The cache, if it is in host memory and so many blocks from `first` on can be one transfer.
   absl::StatusOr<std::shared_ptr<Cache>> FindForTransfer(CacheId id, uint32_t first, size_t blocks) const;
 

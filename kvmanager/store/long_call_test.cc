@@ -99,6 +99,38 @@ TEST_F(LongCallTest, ASequenceBeginsInPieces) {
   EXPECT_EQ(again->Commit()->match.hit_blocks, kBlocks);
 }
 
+TEST_F(LongCallTest, AMatchIsDoneInPieces) {
+  PublishAndDrop();
+  auto names = names_;
+  names[290].tokens = {};
+  const auto match = *store().caches().BeginMatch(cache_, names);
+  int pieces = 1;
+  for (; match->DoPiece(); ++pieces) store().report().CheckInvariants();
+  EXPECT_GT(pieces, 10);
+  EXPECT_EQ(match->result()->hit_blocks, 290);
+  EXPECT_EQ(match->result()->reason, MissReason::kTokenMismatch);
+  // All of it counts as used, children before their parents: what is evicted now is the end.
+  const CacheId other = test().Open(MakeConfig("raw", 1));
+  for (uint32_t i = 0; test().store_metrics.evicted_blocks.Value() < 50; ++i) {
+    const Text text = MakeText(kPage, 1000 + i);
+    const SequenceId sequence = Filled(other, text, kPage);
+    ASSERT_TRUE(store().Publish(sequence, Names(other, text, 1)).ok());
+    Leave(sequence);
+  }
+  const int left = store().caches().Match(cache_, names_)->hit_blocks;
+  EXPECT_GT(left, 0);
+  EXPECT_LE(left, 250);
+}
+
+TEST_F(LongCallTest, AMatchEndsWithItsCache) {
+  PublishAndDrop();
+  const auto match = *store().caches().BeginMatch(cache_, names_);
+  EXPECT_TRUE(match->DoPiece());
+  ASSERT_TRUE(store().caches().Purge(cache_).ok());
+  EXPECT_FALSE(match->DoPiece());
+  EXPECT_EQ(match->result().status().code(), absl::StatusCode::kNotFound);
+}
+
 TEST_F(LongCallTest, ASequenceEndsAtABlockThatHasChanged) {
   PublishAndDrop();
   Flip(200);

@@ -1,0 +1,65 @@
+// One call of match, in pieces that each take less than a turn of the event loop. The loop's thread.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/wire.h"
+#include "kvmanager/store/cache_directory.h"
+
+namespace kvmanager {
+
+using PrefixRequests = capnp::List<api::SequenceRequest>::Reader;
+
+/// Of request `i`.
+inline std::unique_ptr<BlockNamesReader> PrefixReader(const PrefixRequests& requests, size_t i) {
+  return std::make_unique<BlockNamesReader>(absl::StrCat("requests[", i, "].prefix"), requests[static_cast<uint32_t>(i)].getPrefix(),
+                                            limits::kBlockNamesMax);
+}
+
+class MatchCall {
+ public:
+  /// caches: outlives it. requests: of a message that stays.
+  MatchCall(CacheDirectory* caches, CacheId cache, PrefixRequests requests)
+      : caches_(caches), cache_(cache), requests_(requests) {}
+
+  /// Reads a part of a prefix, or looks for one. False: that was the last piece.
+  bool DoPiece() {
+    if (found_.size() == requests_.size()) return false;
+    if (match_ == nullptr) {
+      if (reader_ == nullptr) reader_ = PrefixReader(requests_, found_.size());
+      if (reader_->ReadNext()) return true;
+      if (status_ = reader_->status(); !status_.ok()) return false;
+      auto match = caches_->BeginMatch(cache_, reader_->Take());
+      reader_ = nullptr;
+      if (status_ = match.status(); !status_.ok()) return false;
+      match_ = *std::move(match);
+    }
+    if (match_->DoPiece()) return true;
+    const absl::StatusOr<MatchResult> result = std::exchange(match_, nullptr)->result();
+    if (status_ = result.status(); !status_.ok()) return false;
+    found_.push_back(*result);
+    return true;
+  }
+
+  /// Of all requests: one that is malformed is an error for all.
+  const absl::Status& status() const { return status_; }
+  /// [requests]
+  const std::vector<MatchResult>& found() const { return found_; }
+
+ private:
+  CacheDirectory* const caches_;
+  const CacheId cache_;
+  const PrefixRequests requests_;
+  std::unique_ptr<BlockNamesReader> reader_;  // of the next request
+  std::unique_ptr<PrefixMatch> match_;        // of the next request
+  std::vector<MatchResult> found_;            // of those before
+  absl::Status status_;
+};
+
+}  // namespace kvmanager
