@@ -3,7 +3,7 @@
 //
 // A block is written in the form that stays, once all of its pages are encoded; its pages are pinned meanwhile. Once it
 // is durable the host's tier may evict it and loses nothing (Evictable::kept). What the disk does not take now is
-// written later, or evicted without having been written.
+// written later, or evicted without having been written: room in memory does not wait for the disk.
 #pragma once
 
 #include <deque>

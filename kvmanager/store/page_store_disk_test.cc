@@ -63,6 +63,19 @@ class PageStoreDiskTest : public ::testing::Test {
     Restart();
     return test().Open(MakeConfig(codec, 0));
   }
+  // Fills the pool, has the disk give up everything, and publishes 8 blocks more.
+  void ExpectWrittenAgain(CacheId cache) {
+    uint32_t texts = 0;
+    for (; test().store_metrics.evicted_blocks.Value() == 0; ++texts) {
+      Publish(cache, MakeText(9 * kPage, 1000 * texts), 8);
+      Finish();
+    }
+    while (!disk_.stored.empty()) disk_.Evict(disk_.stored.begin()->first);
+    store().report().CheckInvariants();
+    Publish(cache, MakeText(9 * kPage, 1000 * texts), 8);
+    Finish();
+    EXPECT_GT(disk_.stored.size(), 8u);
+  }
   std::vector<BlockName> Names(CacheId cache, const Text& text, size_t blocks) {
     auto names = test().Names(cache, text);
     names.resize(blocks);
@@ -315,20 +328,22 @@ TEST_F(PageStoreDiskTest, APurgeDuringALoadNamesNothing) {
   EXPECT_EQ(test().pool->slot_bytes_used(), 0u);
 }
 
-// Blocks that only memory has are written once more when little room is left, here of one size of slots.
+// Blocks that only memory has are written once more when little room is left.
 TEST_F(PageStoreDiskTest, WhatTheDiskEvictsIsNotKept) {
   pool_bytes_ = 4 << 20;
-  const CacheId cache = test().Open(MakeConfig("raw", 0));
-  uint32_t texts = 0;
-  for (; test().store_metrics.evicted_blocks.Value() == 0; ++texts) {
-    Publish(cache, MakeText(9 * kPage, 1000 * texts), 8);
-    Finish();
-  }
-  while (!disk_.stored.empty()) disk_.Evict(disk_.stored.begin()->first);
-  store().report().CheckInvariants();
-  Publish(cache, MakeText(9 * kPage, 1000 * texts), 8);
-  Finish();
-  EXPECT_GT(disk_.stored.size(), 8u);
+  ExpectWrittenAgain(test().Open(MakeConfig("raw", 0)));
+}
+
+// Or when room is left in slots of other sizes alone.
+TEST_F(PageStoreDiskTest, WhatTheDiskEvictsIsNotKeptWithOtherSlotsFree) {
+  pool_bytes_ = 4 << 20;
+  const CacheId small = test().Open(MakeConfig("fake", 0));
+  const Text text = MakeText(2 * kPage, 1);
+  const SequenceId sequence = store().Create(small, {})->sequence;
+  ASSERT_TRUE(test().AppendAll(small, sequence, text, 0, kPage + 1).ok());
+  test().executor.FinishAll();
+  ExpectWrittenAgain(test().Open(MakeConfig("raw", 0)));
+  EXPECT_LT(test().pool->slot_bytes_used(), pool_bytes_ * 3 / 4);
 }
 
 // From the disk to the host, and from there to the GPU.

@@ -56,6 +56,7 @@ bool Tier::CanReserve(const Cache& cache, const SlotCounts& counts) const {
 absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reservation* out) {
   if (counts.none()) return absl::OkStatus();
   const auto wanted = WantedSlots(cache, counts);
+  bool lost_some = false;
   if (!pool_->CanAllocate(cache.tenant, wanted)) {
     while (owner_->GiveBackSome() && !pool_->CanAllocate(cache.tenant, wanted)) {
     }
@@ -79,7 +80,10 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
         if (!victim->kept && bytes_.demoting >= waiting_bytes_max) return owner_->Exhausted(cache, counts);
         if (owner_->Demote(victim)) victim = nullptr;
       }
-      if (victim != nullptr) owner_->Evict(victim);
+      if (victim != nullptr) {
+        lost_some |= !victim->kept;
+        owner_->Evict(victim);
+      }
       Collect();
     }
   }
@@ -97,7 +101,7 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
     KV_RETURN_IF_ERROR(allocate(wanted[1 + i], &out->encoded[i]));
   }
   if (counts.activations > 0) KV_RETURN_IF_ERROR(allocate(wanted.back(), &out->activations));
-  DemoteAhead();
+  DemoteAhead(lost_some);
   return absl::OkStatus();
 }
 
@@ -160,12 +164,12 @@ Block* Tier::NextToDemote() const {
   return nullptr;
 }
 
-void Tier::DemoteAhead() {
+void Tier::DemoteAhead(bool is_late) {
   if (!owner_->CanDemote(*this)) return;
   const uint64_t capacity = pool_->capacity_bytes();
   for (int i = 0; i < kDemotionsAtOnce && bytes_.demoting < kDemotingBytesMax; ++i) {
     const uint64_t soon = capacity - pool_->slot_bytes_used() + bytes_.kept + bytes_.demoting;
-    if (soon >= capacity / kAheadShare) return;
+    if (!is_late && soon >= capacity / kAheadShare) return;
     Block* const next = NextToDemote();
     if (next == nullptr || (!owner_->Demote(next) && !next->kept)) return;
   }

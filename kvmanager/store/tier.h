@@ -95,8 +95,9 @@ class Tier {
     evicted_until_ = retired_;
   }
 
-  /// Demotes what would go next, while little room can be had at once: a few blocks in each call.
-  void DemoteAhead();
+  /// Demotes what would go next, while little room can be had at once: a few blocks in each call. is_late: whatever
+  /// room there is, since one was lost that the lower tier has not: slots of one size may be short alone.
+  void DemoteAhead(bool is_late = false);
   void BeginDemotion(uint64_t bytes) { bytes_.demoting += bytes; }
   void EndDemotion(uint64_t bytes) { bytes_.demoting -= bytes; }
 
