@@ -223,12 +223,20 @@ struct PoolDescription {
   std::string huge_pages;
 };
 
+struct DiskDescription {
+  std::string path;
+  uint64_t capacity_bytes = 0, used_bytes = 0, blocks = 0;
+  uint64_t unwritten_blocks = 0;  // of host memory, that are being written or wait for that
+  std::string state;              // "ready", "reading its index", or what is wrong
+};
+
 struct DaemonDescription {
   std::string version;
   uint64_t boot_epoch = 0;
   double uptime_seconds = 0;
   bool draining = false;
   std::vector<PoolDescription> pools;
+  std::optional<DiskDescription> disk;  // nothing: the daemon has none
   uint32_t connections = 0, caches = 0, threads = 0;
   uint64_t leases = 0, published_blocks = 0;
   uint64_t waiting_hand_offs = 0;  // received sequences that nobody has claimed yet

@@ -152,6 +152,14 @@ absl::StatusOr<DaemonDescription> FromWire(api::DaemonStatus::Reader wire) {
                        .free_slabs = pool.getFreeSlabs(),
                        .huge_pages = ToString(pool.getHugePages())});
   }
+  if (const auto disk = wire.getDisk(); disk.getPath().size() > 0) {
+    d.disk = DiskDescription{.path = ToString(disk.getPath()),
+                             .capacity_bytes = disk.getCapacityBytes(),
+                             .used_bytes = disk.getUsedBytes(),
+                             .blocks = disk.getBlocks(),
+                             .unwritten_blocks = disk.getUnwrittenBlocks(),
+                             .state = ToString(disk.getState())};
+  }
   d.connections = wire.getConnections();
   d.caches = wire.getCaches();
   d.threads = wire.getThreads();

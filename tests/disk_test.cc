@@ -221,7 +221,10 @@ TEST_F(DiskTest, TwoDaemonsDoNotShareAFolder) {
   options.more_flags = {"--disk-path", disk_, "--disk-bytes", "4GiB"};
   EXPECT_FALSE(DaemonProcess::Start(options).ok());
   EXPECT_TRUE(log_.Says("--disk-path"));
-  EXPECT_OK(client_->Status());
+  ASSERT_OK_AND_ASSIGN(const auto status, client_->Status());
+  ASSERT_TRUE(status.disk.has_value());
+  EXPECT_EQ(status.disk->path, disk_);
+  EXPECT_EQ(status.disk->state, "ready");
 }
 
 // What was known to be durable is there after every kill, whenever it comes.

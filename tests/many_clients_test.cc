@@ -135,6 +135,7 @@ class ManyClientsTest : public ::testing::Test {
     setenv("KVMANAGER_FAILPOINTS",
            absl::StrCat("accept=1/300,read.allocate=1/1000,step.allocate=1/1000,arena.map=1/50,append.reserve=1/1000,"
                         "encode.decline=1/100,encode.slow=1/200,peer.connect=1/50,peer.send=1/2000,peer.receive=1/2000,"
+                        "disk.write=1/500,disk.read=1/200,disk.sync=1/100,"
                         "seed=",
                         seed_ % 1000000)
                .c_str(),
@@ -155,6 +156,10 @@ class ManyClientsTest : public ::testing::Test {
                             PathOf("tenants.json"),
                             "--calibration-dir",
                             directory_.path(),
+                            "--disk-path",
+                            PathOf(absl::StrCat("disk", i)),
+                            "--disk-bytes",
+                            "256MiB",
                             "--memory-beyond-pool-bytes",
                             "128MiB",
                             "--arena-bytes",
@@ -412,6 +417,12 @@ TEST_F(ManyClientsTest, TheBooksBalance) {
                                                                   },
                                                                   kBalanceMs);
     EXPECT_TRUE(balanced) << (books.ok() ? books->Text() : books.status().ToString());
+    if (const absl::StatusOr<MetricsPage> page = Scrape(*daemons_[i]); i == 0 && page.ok()) {
+      const double written = page->Sum("kvmanager_disk_written_blocks_total");
+      std::printf("%.0f blocks written to its disk, %.0f read, %.0f errors\n", written,
+                  page->Sum("kvmanager_disk_read_blocks_total"), page->Sum("kvmanager_disk_errors_total"));
+      EXPECT_GT(written, 0);
+    }
     const absl::StatusOr<int> status = daemons_[i]->Terminate();
     EXPECT_OK(status);
     EXPECT_EQ(status.value_or(-1), 0);

@@ -102,11 +102,18 @@ json Describe(const DaemonDescription& d) {
                      {"free_slabs", pool.free_slabs},
                      {"huge_pages", pool.huge_pages}});
   }
+  json disk;  // null: there is none
+  if (d.disk.has_value()) {
+    disk = {
+        {"path", d.disk->path},     {"capacity_bytes", d.disk->capacity_bytes},     {"used_bytes", d.disk->used_bytes},
+        {"blocks", d.disk->blocks}, {"unwritten_blocks", d.disk->unwritten_blocks}, {"state", d.disk->state}};
+  }
   return {{"version", d.version},
           {"boot_epoch", d.boot_epoch},
           {"uptime_seconds", d.uptime_seconds},
           {"draining", d.draining},
           {"pools", std::move(pools)},
+          {"disk", std::move(disk)},
           {"connections", d.connections},
           {"caches", d.caches},
           {"threads", d.threads},

@@ -123,6 +123,11 @@ std::string FormatStatus(const DaemonDescription& d) {
     line("host pool pinned", absl::StrCat(FormatBytes(d.pinned_bytes), " of ", FormatBytes(d.pin_total_bytes),
                                           d.pin_error.empty() ? "" : "; the rest stays so: ", d.pin_error));
   }
+  line("disk", !d.disk.has_value()
+                   ? OrNone("")
+                   : absl::StrCat(d.disk->path, ": ", FormatBytes(d.disk->used_bytes), " of ",
+                                  FormatBytes(d.disk->capacity_bytes), ", ", d.disk->blocks, " blocks, ",
+                                  d.disk->unwritten_blocks, " to be written; ", d.disk->state));
   line("waiting hand-offs", absl::StrCat(d.waiting_hand_offs));
   line("published blocks", absl::StrCat(d.published_blocks));
   std::vector<std::vector<std::string>> rows;
@@ -220,11 +225,21 @@ json ToJson(const DaemonDescription& d) {
                      {"free_slabs", p.free_slabs},
                      {"huge_pages", Utf8(p.huge_pages)}});
   }
+  json disk;  // null: there is none
+  if (d.disk.has_value()) {
+    disk = {{"path", Utf8(d.disk->path)},
+            {"capacity_bytes", d.disk->capacity_bytes},
+            {"used_bytes", d.disk->used_bytes},
+            {"blocks", d.disk->blocks},
+            {"unwritten_blocks", d.disk->unwritten_blocks},
+            {"state", Utf8(d.disk->state)}};
+  }
   return {{"version", Utf8(d.version)},
           {"boot_epoch", Hex(d.boot_epoch)},
           {"uptime_seconds", d.uptime_seconds},
           {"draining", d.draining},
           {"pools", pools},
+          {"disk", disk},
           {"connections", d.connections},
           {"caches", d.caches},
           {"threads", d.threads},

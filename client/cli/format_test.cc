@@ -68,6 +68,23 @@ TEST(Format, Status) {
   EXPECT_EQ(json["waiting_hand_offs"], 7);
   EXPECT_NE(text.find("waiting hand-offs: 7"), std::string::npos) << text;
   EXPECT_EQ(nlohmann::json::parse(json.dump()), json);
+  EXPECT_TRUE(json["disk"].is_null());
+  EXPECT_NE(text.find("disk:              -"), std::string::npos) << text;
+}
+
+TEST(Format, StatusOfADisk) {
+  DaemonDescription d;
+  d.disk = client::DiskDescription{"/disk", uint64_t{1} << 40, uint64_t{1} << 30, 500, 3, "ready"};
+  EXPECT_NE(FormatStatus(d).find("disk:              /disk: 1.0 GiB of 1.0 TiB, 500 blocks, 3 to be written; ready"),
+            std::string::npos)
+      << FormatStatus(d);
+  const auto json = ToJson(d)["disk"];
+  EXPECT_EQ(json["path"], "/disk");
+  EXPECT_EQ(json["capacity_bytes"], uint64_t{1} << 40);
+  EXPECT_EQ(json["used_bytes"], uint64_t{1} << 30);
+  EXPECT_EQ(json["blocks"], 500);
+  EXPECT_EQ(json["unwritten_blocks"], 3);
+  EXPECT_EQ(json["state"], "ready");
 }
 
 TEST(Format, ListsAndEmptyLists) {

@@ -454,6 +454,15 @@ struct PoolStatus {
   hugePages @5 :Text;
 }
 
+struct DiskStatus {
+  path @0 :Text;                # empty: the daemon has no disk
+  capacityBytes @1 :UInt64;
+  usedBytes @2 :UInt64;         # of records, with those that are being written
+  blocks @3 :UInt64;
+  unwrittenBlocks @4 :UInt64;   # of host memory, that are being written or wait for that
+  state @5 :Text;               # "ready", "reading its index", or what is wrong
+}
+
 struct DaemonStatus {
   version @0 :Text;
   bootEpoch @1 :UInt64;
@@ -476,6 +485,7 @@ struct DaemonStatus {
   pinError @18 :Text;           # why the rest stays unpinned
   ucx @19 :Text;                # whether pages go to and from peers through UCX: its version, or why not
   httpListen @20 :Text;         # the page for people; empty: none
+  disk @21 :DiskStatus;
 }
 
 struct PeerStatus {

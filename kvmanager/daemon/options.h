@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kvmanager/base/byte_text.h"
+#include "kvmanager/disk/block_disk.h"
 #include "kvmanager/eviction/eviction_policy.h"
 
 namespace kvmanager {
@@ -23,7 +24,7 @@ struct Options {
   static constexpr size_t kPeerTenantsMax = 1024;
   static constexpr size_t kHttpHostsMax = 64, kHttpHostBytesMax = 253;
   static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 41;
-  static constexpr uint64_t kDiskBytesMin = 64 << 20, kDiskBytesMax = uint64_t{1} << 46;
+  static constexpr uint64_t kDiskBytesMin = BlockDisk::kBytesMin, kDiskBytesMax = uint64_t{1} << 46;
   static constexpr uint64_t kArenaBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kMemoryBeyondPoolBytesMin = uint64_t{128} << 20;
   static constexpr uint64_t kSlabBytesMax = uint64_t{1} << 30;

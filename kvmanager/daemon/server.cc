@@ -23,6 +23,7 @@
 #include "kvmanager/daemon/limit_use.h"
 #include "kvmanager/daemon/server_access.h"
 #include "kvmanager/daemon/server_devices.h"
+#include "kvmanager/daemon/server_disk.h"
 #include "kvmanager/daemon/server_metrics.h"
 #include "kvmanager/daemon/server_plugins.h"
 #include "kvmanager/daemon/server_ucx.h"
@@ -150,6 +151,7 @@ class ServerImpl final : public Server {
     KV_RETURN_IF_ERROR(access_.Open(store_.get(), &facts_));
     KV_ASSIGN_OR_RETURN(ucx_, OpenUcx(options_, *pool_));
     facts_.ucx = [this] { return DescribeUcx(ucx_.get()); };
+    facts_.disk = [this] { return DescribeDisk(disk_.get(), options_.disk_path, *store_); };
     if (ucx_ != nullptr) spdlog::info("peers with the same key: {}", facts_.ucx());
     TcpTransport::Options transport;
     transport.listen = options_.peer_listen;
@@ -422,9 +424,8 @@ class ServerImpl final : public Server {
 
   // What a peer was told is accepted counts as held, until it is claimed or expires.
   bool Over() const {
-    return stop_ ||
-           (terminating_ && held_.count() == 0 && running_->outgoing.active() == 0 &&
-            incoming_->tickets().size() == 0 && (disk_ == nullptr || store_->report().Use().unwritten_blocks == 0));
+    return stop_ || (terminating_ && held_.count() == 0 && running_->outgoing.active() == 0 &&
+                     incoming_->tickets().size() == 0 && store_->report().Use().unwritten_blocks == 0);
   }
 
   kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {

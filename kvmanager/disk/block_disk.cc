@@ -83,6 +83,12 @@ class BlockDiskImpl final : public BlockDisk {
 
   void NoteUse(const CacheDigest& cache, absl::Span<const BlockName> names) override { index_.NoteUse(cache, names); }
 
+  const char* state() const override {
+    if (!loaded_) return "reading its index";
+    if (is_damaged_) return "its index is damaged: nothing is written until the next start";
+    return back_off_.is_over(clock_->NowNs()) ? "ready" : "nothing is written for a while, after an error";
+  }
+
   bool CanWrite(uint64_t page_bytes) const override {
     if (!loaded_ || is_damaged_) return false;
     if (!back_off_.is_over(clock_->NowNs())) return false;

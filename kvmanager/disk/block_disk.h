@@ -77,6 +77,8 @@ class BlockDisk {
 
   /// All records of the last start are known. Before that some are found already.
   virtual bool loaded() const = 0;
+  /// For people: "ready", "reading its index", or what is wrong.
+  virtual const char* state() const = 0;
 
   /// The block of this name, if a record of it is durable; until the next call of anything here. nullptr: there is
   /// none.
@@ -104,7 +106,8 @@ class BlockDisk {
   virtual void Read(const CacheDigest& cache, const BlockKey& key, std::vector<Target> targets,
                     absl::AnyInvocable<void(absl::StatusOr<std::vector<uint64_t>>)> done) = 0;
 
-  /// Its bytes were not what the header says, or it is to go. Not found from now on, nor after a crash.
+  /// Its bytes were not what the header says, or it is to go. Not found from now on; nor after a crash, but for one
+  /// within the milliseconds until the index has it.
   virtual void Erase(const CacheDigest& cache, const BlockKey& key) = 0;
   /// All of a cache, or all; also those on their way. Returns how many were found.
   virtual uint64_t EraseCache(const CacheDigest& cache) = 0;

@@ -1,6 +1,7 @@
 // Admin: what kvctl shows and switches.
 #include <spdlog/spdlog.h>
 
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -47,6 +48,15 @@ class AdminService final : public api::Admin::Server {
         out.setPinnedBytes(pinner->ready_bytes());
         out.setPinTotalBytes(pinner->total_bytes());
         if (pinner->done()) out.setPinError(TextOf(std::string(pinner->status().message())));
+      }
+      if (const std::optional<DiskFacts> disk = facts.disk(); disk.has_value()) {
+        auto of = out.initDisk();
+        of.setPath(TextOf(disk->path));
+        of.setCapacityBytes(disk->capacity_bytes);
+        of.setUsedBytes(disk->used_bytes);
+        of.setBlocks(disk->blocks);
+        of.setUnwrittenBlocks(disk->unwritten_blocks);
+        of.setState(TextOf(disk->state));
       }
       out.setGpus(TextOf(facts.gpus));
       out.setUcx(TextOf(facts.ucx()));

@@ -17,6 +17,13 @@ struct Limit {
   std::string flag, bounds;
 };
 
+/// What DIR of --disk-path has, as api::DiskStatus says it.
+struct DiskFacts {
+  std::string path;
+  uint64_t capacity_bytes = 0, used_bytes = 0, blocks = 0, unwritten_blocks = 0;
+  std::string state;
+};
+
 struct DaemonFacts {
   std::string version;
   uint64_t boot_epoch = 0;
@@ -25,6 +32,7 @@ struct DaemonFacts {
   std::string admin_listen;                                      // the same; empty: nobody has Admin
   std::string gpus;                                              // what GPUs this process sees, or why none
   std::function<std::string()> ucx;                              // whether pages go through UCX, or why not
+  std::function<std::optional<DiskFacts>()> disk;                // nothing: there is none; the loop's thread
   std::function<std::vector<Limit>()> limits;                    // every one, with its use now; the loop's thread
   bool busy_polls = false;
 };

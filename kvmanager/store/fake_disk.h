@@ -25,6 +25,7 @@ class FakeDisk final : public BlockDisk {
   };
 
   bool loaded() const override { return true; }
+  const char* state() const override { return "ready"; }
   const DiskBlock* Find(const CacheDigest& cache, const BlockKey& key) const override {
     const auto found = stored.find({cache, key});
     return found == stored.end() ? nullptr : &found->second.block;

@@ -95,15 +95,25 @@ class MisbehaviourTest : public ::testing::TestWithParam<Way> {
     DaemonOptions options;
     options.host_pool_bytes = kPoolBytes;
     options.more_flags = {absl::StrCat("--memory-beyond-pool-bytes=", kRoomBytes),
-                          absl::StrCat("--arena-bytes=", kArenaBytes), "--hand-off-lease-ms=4000",
-                          absl::StrCat("--calibration-dir=", directory_->path()), "--log-level=error"};
+                          absl::StrCat("--arena-bytes=", kArenaBytes),
+                          "--hand-off-lease-ms=4000",
+                          absl::StrCat("--calibration-dir=", directory_->path()),
+                          "--log-level=error",
+                          absl::StrCat("--disk-path=", directory_->path(), "/disk"),
+                          absl::StrCat("--disk-bytes=", kDiskBytes)};
     KV_ASSIGN_OR_RETURN(daemon_, DaemonProcess::Start(options));
     KV_ASSIGN_OR_RETURN(victim_, Victim::Make(daemon_->listen(), kDeadlineMs));
     return absl::OkStatus();
   }
 
+  // What is being written stays in memory until it was.
   Books TakeBooks() {
     Books books;
+    const auto is_written = [&] {
+      const absl::StatusOr<MetricsPage> page = Scrape(*daemon_);
+      return page.ok() && page->Sum("kvmanager_disk_unwritten_blocks") == 0;
+    };
+    EXPECT_TRUE(Eventually(is_written, kBalanceMs));
     EXPECT_OK(victim_->client().Purge(client::Client::kAllCaches));
     const absl::StatusOr<client::DaemonDescription> status = victim_->client().Status();
     EXPECT_OK(status);

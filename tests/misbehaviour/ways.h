@@ -10,6 +10,7 @@ namespace kvmanager::testing {
 inline constexpr uint64_t kPoolBytes = 128 << 20;
 inline constexpr uint64_t kRoomBytes = 128 << 20;   // --memory-beyond-pool-bytes
 inline constexpr uint64_t kArenaBytes = 256 << 20;  // --arena-bytes
+inline constexpr uint64_t kDiskBytes = 512 << 20;   // --disk-bytes
 inline constexpr char kArtifact[] = "a";            // in --calibration-dir: of SmallCache's model
 inline constexpr char kLargeArtifact[] = "large";   // of LargeHeads()
 

@@ -177,6 +177,25 @@ void PublishStorm(Offence& offence) {
   }
 }
 
+void ReadsTheDisk(Offence& offence) {
+  constexpr int kTexts = 60;  // of 3 MiB each: more than the pool
+  Offender a(offence);
+  auto cache = a.OpenCache(OneLayer());
+  const auto first_of = [](int text) { return (uint64_t{2} << 20) + text * kPublished; };
+  for (int i = 0; i < kTexts; ++i) {
+    Offender::Made made = a.Create(cache);
+    a.Append(cache, made.id, 0, kPublished * 64);
+    auto request = made.sequence.publishRequest();
+    FillNames(request.initNames(kPublished), first_of(i));
+    a.Call(kj::mv(request));
+  }
+  for (int i = 0; a.Room(4); i = (i + 1) % kTexts) {
+    auto request = cache.createSequencesRequest();
+    FillNames(request.initRequests(1)[0].initPrefix(kPublished), first_of(i));
+    a.Begin(kj::mv(request));  // the sequence is dropped with the answer
+  }
+}
+
 void CropAndAppend(Offence& offence) {
   Offender a(offence);
   Context of = Long(a, 4096);
@@ -304,6 +323,7 @@ constexpr Way kWays[] = {
     {"open_with_artifact", "openCache with an artifact, 2,000 at once", OpenWithArtifact},
     {"output_factors", "outputFactors of half a MiB, 4,000 at once, no answer taken", OutputFactors},
     {"publish_storm", "new blocks published and dropped without end", PublishStorm},
+    {"reads_the_disk", "createSequences with 60 prefixes of 3 MiB in turn, more than memory has", ReadsTheDisk},
     {"crop_and_append", "one token appended and cropped without end, 256 calls in flight", CropAndAppend},
     {"invalid_values", "appends of 4,096 tokens of which the last value is NaN", InvalidValues},
     {"pings", "1,000 pings in flight", Pings},

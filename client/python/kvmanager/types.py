@@ -130,12 +130,28 @@ class PoolDescription:
 
 
 @dataclass(frozen=True)
+class DiskDescription:
+    """unwritten_blocks: of host memory, that are being written or wait for that. state: "ready", "reading its index",
+    or what is wrong."""
+
+    path: str
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    unwritten_blocks: int
+    state: str
+
+
+@dataclass(frozen=True)
 class DaemonDescription:
+    """disk: None where the daemon has none."""
+
     version: str
     boot_epoch: int
     uptime_seconds: float
     draining: bool
     pools: list[PoolDescription]
+    disk: DiskDescription | None
     connections: int
     caches: int
     threads: int
@@ -155,7 +171,8 @@ class DaemonDescription:
     @classmethod
     def parse(cls, fields: dict[str, Any]) -> DaemonDescription:
         pools = [PoolDescription(**pool) for pool in fields.pop("pools")]
-        return cls(pools=pools, **fields)
+        disk = fields.pop("disk")
+        return cls(pools=pools, disk=None if disk is None else DiskDescription(**disk), **fields)
 
 
 @dataclass(frozen=True)

@@ -306,6 +306,7 @@ class Listings(WithCache):
         self.assertEqual(status.version, kv.__version__)
         self.assertEqual(status.boot_epoch, self.client.boot_epoch)
         self.assertEqual([(pool.tier, pool.capacity_bytes) for pool in status.pools], [("host", 64 << 20)])
+        self.assertIsNone(status.disk)
         (described,) = self.client.caches()
         self.assertEqual(described.digest, self.cache.description.digest)
         self.assertEqual(described.options, self.cache.options)
