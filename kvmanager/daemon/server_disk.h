@@ -14,7 +14,7 @@ namespace kvmanager {
 inline std::optional<DiskFacts> DescribeDisk(const BlockDisk* disk, const std::string& path, PageStore& store) {
   if (disk == nullptr) return std::nullopt;
   const BlockDisk::Use use = disk->use();
-  return DiskFacts{path, use.capacity_bytes, use.used_bytes, use.blocks, store.report().Use().unwritten_blocks,
+  return DiskFacts{path,         use.capacity_bytes, use.used_bytes, use.blocks, store.report().Use().unwritten_blocks,
                    disk->state()};
 }
 

@@ -3,6 +3,7 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <deque>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
@@ -26,6 +27,7 @@ namespace {
 
 constexpr uint64_t kWritingBytesMax = uint64_t{256} << 20;  // on their way; a larger record goes alone
 constexpr int kEvictionsAtOnce = 64;                        // in one turn
+constexpr size_t kWritesEndedAtOnce = 64;
 
 class BlockDiskImpl final : public BlockDisk {
  public:
@@ -309,46 +311,53 @@ class BlockDiskImpl final : public BlockDisk {
   }
 
   void OnResults(DiskCommitter::Results results) {
-    struct Ended {
-      absl::AnyInvocable<void(bool)> done;
-      bool durable;
-    };
-    std::vector<Ended> ended;
-    std::vector<DiskEntry*> entries;
-    const int64_t now = clock_->NowNs();
-    for (const std::shared_ptr<WriteJob>& job : results.writes) {
-      const auto write = writes_.find(job.get());
-      const bool cancelled = job->cancelled.load(), durable = job->status.ok() && !cancelled;
-      ended.push_back({std::move(write->second), durable});
-      writes_.erase(write);
-      writing_bytes_ -= job->place.bytes;
-      if (!cancelled) writing_.erase({job->record.cache, job->record.name.key});
-      if (!job->status.ok()) {
-        NoteError(job->failed_at, job->status);
-        uint32_t emptied;
-        if (space_.LeaveSegment(&emptied)) committer_->Unlink(emptied);
-      }
-      if (!durable) {
-        GiveUp(job->place);
-        continue;
-      }
-      entries.push_back(index_.Insert(IndexRecordOf(*job)));
-      back_off_.NoteSuccess();
-      metrics_->written_blocks.Increment();
-      metrics_->written_bytes.Increment(static_cast<double>(job->place.bytes));
-      metrics_->write_seconds.Observe(static_cast<double>(now - job->begun_ns) * 1e-9);
-    }
     // Of what became durable together the ends of chains go first.
-    std::stable_sort(entries.begin(), entries.end(),
-                     [](const DiskEntry* a, const DiskEntry* b) { return a->index > b->index; });
-    for (DiskEntry* const entry : entries) index_.Learn(entry);
+    std::stable_sort(results.writes.begin(), results.writes.end(),
+                     [](const auto& a, const auto& b) { return a->record.index > b->record.index; });
+    const bool goes_on = !ended_.empty();
+    ended_.insert(ended_.end(), results.writes.begin(), results.writes.end());
     space_.Gone(results.punched_bytes);
     if (!results.unpunched.empty() && space_.punches()) {
       spdlog::warn("the disk's file system gives no bytes back inside a file: they count until a segment is empty");
     }
     for (const SegmentPlace& place : results.unpunched) space_.Stays(place);
     if (!results.error.ok()) NoteError(results.failed_at, results.error);
+    if (!goes_on) EndSomeWrites();
+  }
+
+  // In pieces: small records are tens of thousands together.
+  void EndSomeWrites() {
+    struct Ended {
+      absl::AnyInvocable<void(bool)> done;
+      bool durable;
+    };
+    std::vector<Ended> ended;
+    const int64_t now = clock_->NowNs();
+    for (; ended.size() < kWritesEndedAtOnce && !ended_.empty(); ended_.pop_front()) {
+      const WriteJob& job = *ended_.front();
+      const auto write = writes_.find(&job);
+      const bool cancelled = job.cancelled.load(), durable = job.status.ok() && !cancelled;
+      ended.push_back({std::move(write->second), durable});
+      writes_.erase(write);
+      writing_bytes_ -= job.place.bytes;
+      if (!cancelled) writing_.erase({job.record.cache, job.record.name.key});
+      if (!job.status.ok()) {
+        NoteError(job.failed_at, job.status);
+        uint32_t emptied;
+        if (space_.LeaveSegment(&emptied)) committer_->Unlink(emptied);
+      }
+      if (!durable) {
+        GiveUp(job.place);
+        continue;
+      }
+      index_.Learn(index_.Insert(IndexRecordOf(job)));
+      back_off_.NoteSuccess();
+      metrics_->written_blocks.Increment();
+      metrics_->written_bytes.Increment(static_cast<double>(job.place.bytes));
+      metrics_->write_seconds.Observe(static_cast<double>(now - job.begun_ns) * 1e-9);
+    }
     ShowUse();
+    if (!ended_.empty()) Post([this] { EndSomeWrites(); });
     for (Ended& each : ended) each.done(each.durable);
   }
 
@@ -450,6 +459,7 @@ class BlockDiskImpl final : public BlockDisk {
   absl::flat_hash_map<BlockId, WriteJob*> writing_;  // that are not cancelled
   absl::flat_hash_map<const WriteJob*, absl::AnyInvocable<void(bool)>> writes_;
   absl::flat_hash_map<const ReadJob*, absl::AnyInvocable<void(absl::StatusOr<std::vector<uint64_t>>)>> reads_;
+  std::deque<std::shared_ptr<WriteJob>> ended_;  // that the committer has done with
   uint64_t writing_bytes_ = 0, reading_bytes_ = 0;
 
   mutable WriteBackOff back_off_;

@@ -18,8 +18,8 @@ using PrefixRequests = capnp::List<api::SequenceRequest>::Reader;
 
 /// Of request `i`.
 inline std::unique_ptr<BlockNamesReader> PrefixReader(const PrefixRequests& requests, size_t i) {
-  return std::make_unique<BlockNamesReader>(absl::StrCat("requests[", i, "].prefix"), requests[static_cast<uint32_t>(i)].getPrefix(),
-                                            limits::kBlockNamesMax);
+  return std::make_unique<BlockNamesReader>(absl::StrCat("requests[", i, "].prefix"),
+                                            requests[static_cast<uint32_t>(i)].getPrefix(), limits::kBlockNamesMax);
 }
 
 class MatchCall {

@@ -75,17 +75,25 @@ void DiskWrites::NoteNamed(Block* block) {
   if (parts_.disk->Find(block->cache->digest, block->name.key) != nullptr) return parts_.host->SetKept(block, true);
   if (named_.size() >= kQueuedMax) return;
   named_.push_back({block->cache->id, block->name.key});
-  WriteSome();
+  Ask();
 }
 
-void DiskWrites::WriteSome() {
-  if (parts_.disk == nullptr) return;
-  WriteNext();
+void DiskWrites::Ask() {
+  if (parts_.disk == nullptr || std::exchange(asked_, true)) return;
+  on_leftovers_();
+}
+
+bool DiskWrites::WriteSome() {
+  if (!std::exchange(asked_, false)) return false;
+  const bool more = WriteNext();
   parts_.metrics->unwritten_blocks.Set(static_cast<double>(unwritten()));
+  asked_ |= more;
+  return more;
 }
 
-void DiskWrites::WriteNext() {
-  for (int i = 0; i < kBlocksAtOnce && waiting_ == nullptr && !named_.empty(); ++i) {
+bool DiskWrites::WriteNext() {
+  for (int i = 0; i < kBlocksAtOnce; ++i) {
+    if (waiting_ != nullptr || named_.empty()) return false;
     const Named next = named_.front();
     const auto cache = parts_.caches->Find(next.cache);
     Block* const block = cache.ok() ? (*cache)->table.FindKey(next.key) : nullptr;
@@ -99,7 +107,7 @@ void DiskWrites::WriteNext() {
       named_.pop_front();
       continue;
     }
-    if (!HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return;
+    if (!HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return false;
     if (IsResident(*block)) {
       named_.pop_front();
       Start(block, /*demotes=*/false);
@@ -113,9 +121,10 @@ void DiskWrites::WriteNext() {
     waiting_ = std::move(waiting);
     waiting_->CallWhenReady([this] {
       waiting_ = nullptr;
-      WriteSome();
+      Ask();
     });
   }
+  return true;
 }
 
 bool DiskWrites::Demote(Block* block) {
@@ -186,7 +195,8 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   }
   --cache->leases;
   if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
-  WriteSome();
+  parts_.metrics->unwritten_blocks.Set(static_cast<double>(unwritten()));
+  if (!named_.empty()) Ask();
 }
 
 void DiskWrites::NotePurge(const CacheDigest* digest) {

@@ -7,7 +7,9 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -43,8 +45,12 @@ class DiskWrites {
 
   /// A block was named: it is written behind those named before, unless the disk has it.
   void NoteNamed(Block* block);
-  /// LongCalls': starts to write what is next, a few blocks in each call.
-  void WriteSome();
+  /// `fn` is called when there is something for WriteSome.
+  void OnLeftovers(std::function<void()> fn) { on_leftovers_ = std::move(fn); }
+  /// Starts to write what is next, a few blocks: 0.1 ms. False: no more can be begun now.
+  bool WriteSome();
+  /// LongCalls': the disk may take blocks again.
+  void TryAgain() { Ask(); }
   /// TierOwner's, of blocks in host memory.
   bool CanDemote() const { return parts_.disk != nullptr && HasRoom(0) && parts_.disk->CanWrite(0); }
   bool Demote(Block* block);
@@ -69,7 +75,8 @@ class DiskWrites {
   bool HasRoom(uint64_t bytes) const;
   /// Else the block is never written.
   bool MayFit(uint64_t bytes) const;
-  void WriteNext();
+  void Ask();
+  bool WriteNext();
   /// Pins the block's pages until they are written. demotes: counted in its tier's bytes().demoting.
   void Start(Block* block, bool demotes);
   void End(Block* block, const BlockKey& key, uint64_t bytes, bool demotes, bool durable);
@@ -80,6 +87,8 @@ class DiskWrites {
   std::unique_ptr<Waiting> waiting_;           // for the first of them; nullptr: for nothing
   absl::flat_hash_map<Block*, bool> writing_;  // whether it was purged meanwhile
   uint64_t pinned_bytes_ = 0, demoting_bytes_ = 0;
+  std::function<void()> on_leftovers_ = [] {};
+  bool asked_ = false;  // for a turn
 };
 
 }  // namespace kvmanager

@@ -72,8 +72,8 @@ class LongCalls {
   /// Brings blocks that only the disk has into host memory, for whatever call looks for them next: `names`, the first
   /// of which is block `first` of its sequence. nullptr: there is no disk, or no such cache.
   virtual std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first) = 0;
-  /// Writes to the disk some of the blocks that wait for it, if it takes any again: to be called now and then.
-  virtual void WriteSome() = 0;
+  /// The disk may take blocks again that wait for it: to be called now and then.
+  virtual void WriteAgain() = 0;
   /// PageStore::Publish.
   virtual absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
                                                                     std::vector<BlockName> names) = 0;
@@ -81,9 +81,9 @@ class LongCalls {
   virtual absl::StatusOr<std::unique_ptr<Listing>> BeginAttend(CacheId cache, int layer,
                                                                absl::Span<const AttendEntry> entries) = 0;
   /// `fn` is called when a sequence leaves more blocks, by Drop or Crop, or a lease more pages, than are given back at
-  /// once; and when an AppendLease goes that had begun to commit.
+  /// once; when an AppendLease goes that had begun to commit; and when blocks wait for the disk.
   virtual void OnLeftovers(std::function<void()> fn) = 0;
-  /// Gives back some more of these, or commits some more: 0.1 ms. False: that was all.
+  /// Gives back some more of these, commits or begins to write some more: 0.1 ms of each. False: that was all.
   virtual bool ReleaseSome() = 0;
 };
 

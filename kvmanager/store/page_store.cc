@@ -121,7 +121,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first) override {
     return disk_loads_.Begin(cache, names, first);
   }
-  void WriteSome() override { disk_writes_.WriteSome(); }
+  void WriteAgain() override { disk_writes_.TryAgain(); }
   absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
                                                             std::vector<BlockName> names) override {
     return publications_.Begin(sequence, std::move(names));
@@ -134,11 +134,12 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     reads_.OnLeftovers(fn);
     appends_.OnLeftovers(fn);
     disk_loads_.OnLeftovers(fn);
+    disk_writes_.OnLeftovers(fn);
     sequences_.OnLeftovers(std::move(fn));
   }
   bool ReleaseSome() override {
-    const bool more = GiveBackSome();
-    return appends_.FinishSome() || more;
+    const bool more = GiveBackSome(), writes = disk_writes_.WriteSome();
+    return appends_.FinishSome() || more || writes;
   }
   bool GiveBackSome() override {
     const bool reads = reads_.ReleaseSome(), loads = disk_loads_.ReleaseSome();

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <utility>
 
 #include "kvmanager/store/fake_disk.h"
 #include "kvmanager/store/page_store.h"
@@ -32,17 +33,25 @@ class PageStoreDiskTest : public ::testing::Test {
   TestStore& test() {
     if (test_ == nullptr) {
       test_ = std::make_unique<TestStore>(pool_bytes_, device_bytes_, true, EvictionKind::kLru, &disk_);
-      test_->store->long_calls().OnLeftovers([] {});
+      test_->store->long_calls().OnLeftovers([this] { left_ = true; });
     }
     return *test_;
   }
   PageStore& store() { return *test().store; }
+  // What the daemon does in turns of its loop, until nothing is left.
+  void Turns() {
+    while (std::exchange(left_, false)) {
+      while (store().long_calls().ReleaseSome()) {
+      }
+    }
+  }
   void Finish() {
     do {
+      Turns();
       test().executor.FinishAll();
       test().device.mover.FinishAll();
       disk_.FinishAll();
-    } while (test().executor.jobs() + test().device.mover.moves() + disk_.writes() + disk_.reads() > 0);
+    } while (left_ || test().executor.jobs() + test().device.mover.moves() + disk_.writes() + disk_.reads() > 0);
   }
   // The daemon has died; the disk has what was written.
   void Restart() {
@@ -56,6 +65,7 @@ class PageStoreDiskTest : public ::testing::Test {
     ASSERT_TRUE(store().Publish(sequence, Names(cache, text, blocks)).ok());
     test().executor.FinishAll();
     store().Drop(sequence);
+    Turns();
   }
   // The cache as it is opened after a restart: the disk alone has the text's first blocks.
   CacheId OnDiskAlone(const std::string& codec, const Text& text, int blocks) {
@@ -112,6 +122,7 @@ class PageStoreDiskTest : public ::testing::Test {
   FakeDisk disk_;  // outlives the stores
   uint64_t pool_bytes_ = 16 << 20, device_bytes_ = 0;
   std::unique_ptr<TestStore> test_;
+  bool left_ = false;  // something for ReleaseSome
 };
 
 TEST_F(PageStoreDiskTest, WritesWhatIsPublishedOnceItIsEncoded) {
@@ -121,7 +132,9 @@ TEST_F(PageStoreDiskTest, WritesWhatIsPublishedOnceItIsEncoded) {
   ASSERT_TRUE(test().AppendAll(cache, sequence, text, 0, 3 * kPage).ok());
   ASSERT_EQ(store().Publish(sequence, Names(cache, text, 3))->published, 3);
   EXPECT_EQ(disk_.writes(), 0u);  // to be encoded
+  Turns();                        // and found to be so
   test().executor.FinishAll();
+  Turns();
   EXPECT_EQ(disk_.writes(), 3u);
   store().report().CheckInvariants();
   disk_.FinishAll();
@@ -290,7 +303,7 @@ TEST_F(PageStoreDiskTest, AFailedWriteIsDoneAgainWhenTheDiskTakesBlocks) {
   EXPECT_EQ(store().report().Use().unwritten_blocks, 2u);
   EXPECT_EQ(store().Create(cache, Names(cache, text, 2))->match.hit_blocks, 2);
   disk_.takes = true;
-  store().long_calls().WriteSome();
+  store().long_calls().WriteAgain();
   Finish();
   EXPECT_EQ(disk_.stored.size(), 2u);
   EXPECT_EQ(store().report().Use().unwritten_blocks, 0u);
@@ -415,6 +428,7 @@ TEST_F(PageStoreDiskTest, RandomOperations) {
   for (int step = 0; step < 3000; ++step) {
     const Text& text = texts[upto(kTexts)];
     const int blocks = 1 + static_cast<int>(upto(8));
+    if (upto(2) == 0) store().long_calls().ReleaseSome();
     switch (upto(12)) {
       case 0:
       case 1:
