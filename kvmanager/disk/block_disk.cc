@@ -187,7 +187,7 @@ class BlockDiskImpl final : public BlockDisk {
     if (!loaded_) erased_early_.caches.insert(cache);
     uint64_t erased = 0;
     index_.ForEach(cache, [&](DiskEntry* entry) {
-      Remove(entry, /*evicted=*/false);
+      Remove(entry, DiskLoss::kErased);
       ++erased;
     });
     ShowUse();
@@ -200,14 +200,16 @@ class BlockDiskImpl final : public BlockDisk {
     if (!loaded_) erased_early_.all = true;
     uint64_t erased = 0;
     index_.ForEach([&](DiskEntry* entry) {
-      Remove(entry, /*evicted=*/false);
+      Remove(entry, DiskLoss::kErased);
       ++erased;
     });
     ShowUse();
     return erased;
   }
 
-  void OnGone(std::function<void(const CacheDigest&, const BlockKey&)> fn) override { on_gone_ = std::move(fn); }
+  void OnGone(std::function<void(const CacheDigest&, const BlockKey&, DiskLoss)> fn) override {
+    on_gone_ = std::move(fn);
+  }
 
   Use use() const override {
     return {space_.capacity(), space_.used(), index_.blocks(), writing_bytes_, reading_bytes_};
@@ -256,25 +258,25 @@ class BlockDiskImpl final : public BlockDisk {
       if (victim == nullptr) return false;
       metrics_->evicted_blocks.Increment();
       committer_->Delete(IndexKey(index_.CacheOf(*victim), victim->key()));
-      Remove(victim, /*evicted=*/true);
+      Remove(victim, DiskLoss::kEvicted);
     }
     return true;
   }
 
   void RemoveFromIndex(DiskEntry* entry) {
     committer_->Delete(IndexKey(index_.CacheOf(*entry), entry->key()));
-    Remove(entry, /*evicted=*/false);
+    Remove(entry, DiskLoss::kWrong);
     ShowUse();
   }
 
   // Its name has left the database, or is about to.
-  void Remove(DiskEntry* entry, bool evicted) {
+  void Remove(DiskEntry* entry, DiskLoss loss) {
     const CacheDigest cache = index_.CacheOf(*entry);
     const BlockKey key = entry->key();
     failed_reads_.Forget({cache, key});
-    index_.Remove(entry, evicted);
+    index_.Remove(entry, /*evicted=*/loss == DiskLoss::kEvicted);
     if (entry->readers == 0) Dispose(entry);
-    if (on_gone_) on_gone_(cache, key);
+    if (on_gone_) on_gone_(cache, key, loss);
   }
 
   void Dispose(DiskEntry* entry) {
@@ -454,7 +456,7 @@ class BlockDiskImpl final : public BlockDisk {
   const std::unique_ptr<IndexDb> db_;
   DiskIndex index_;
   SegmentSpace space_;
-  std::function<void(const CacheDigest&, const BlockKey&)> on_gone_;
+  std::function<void(const CacheDigest&, const BlockKey&, DiskLoss)> on_gone_;
 
   absl::flat_hash_map<BlockId, WriteJob*> writing_;  // that are not cancelled
   absl::flat_hash_map<const WriteJob*, absl::AnyInvocable<void(bool)>> writes_;

@@ -57,6 +57,9 @@ struct DiskBlock {
   bool IsRaw(uint32_t layer) const { return (raw[layer / 8] >> (layer % 8) & 1) != 0; }
 };
 
+/// Why a block is found no more: room was short, its cache or all was erased, or its record is wrong.
+enum class DiskLoss : uint8_t { kEvicted, kErased, kWrong };
+
 class BlockDisk {
  public:
   struct Options {
@@ -112,8 +115,8 @@ class BlockDisk {
   /// All of a cache, or all; also those on their way. Returns how many were found.
   virtual uint64_t EraseCache(const CacheDigest& cache) = 0;
   virtual uint64_t EraseAll() = 0;
-  /// fn is called when a block is found no more, for whatever reason.
-  virtual void OnGone(std::function<void(const CacheDigest& cache, const BlockKey& key)> fn) = 0;
+  /// fn is called when a block is found no more: of one that a Write evicts, during that call.
+  virtual void OnGone(std::function<void(const CacheDigest& cache, const BlockKey& key, DiskLoss loss)> fn) = 0;
 
   struct Use {
     uint64_t capacity_bytes = 0;

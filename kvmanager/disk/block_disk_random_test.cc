@@ -53,7 +53,7 @@ class Walk {
     disk_ = std::make_unique<TestDisk>(&loop_, options_, parts_);
     ASSERT_TRUE(disk_->Load()) << disk_->status();
     failed_.clear();
-    (*disk_)->OnGone([this](const CacheDigest& cache, const BlockKey& key) {
+    (*disk_)->OnGone([this](const CacheDigest& cache, const BlockKey& key, DiskLoss) {
       const auto found = names_.find({cache, key});
       ASSERT_TRUE(found != names_.end());
       EXPECT_EQ(there_.erase(found->second), 1u) << "was not there";

@@ -167,7 +167,10 @@ TEST_P(BlockDiskTest, EvictsWhatWasUsedLongestAgoOfWhoHasMost) {
   TestDisk disk(&loop_, options_, parts_);
   ASSERT_TRUE(disk.Load()) << disk.status();
   std::vector<std::pair<CacheDigest, BlockKey>> gone;
-  disk->OnGone([&](const CacheDigest& cache, const BlockKey& key) { gone.emplace_back(cache, key); });
+  disk->OnGone([&](const CacheDigest& cache, const BlockKey& key, DiskLoss loss) {
+    EXPECT_EQ(loss, DiskLoss::kEvicted);
+    gone.emplace_back(cache, key);
+  });
   std::vector<TestBlock> small, large;
   for (int i = 0; i < 4; ++i) small.push_back(MakeTestBlock(7, 1000 + i, 1, 100000));
   for (const TestBlock& block : small) ASSERT_TRUE(disk.Write(block, "small"));
@@ -206,7 +209,10 @@ TEST_P(BlockDiskTest, ErasedBytesAreGivenBack) {
   for (const TestBlock& block : blocks) {
     if (block.record.cache == TestDigest(0)) erased += RecordLayout::Of({block.record.pages[0].bytes}).bytes;
   }
+  int told = 0;
+  disk->OnGone([&](const CacheDigest&, const BlockKey&, DiskLoss loss) { told += loss == DiskLoss::kErased; });
   EXPECT_EQ(disk->EraseCache(TestDigest(0)), 10u);
+  EXPECT_EQ(told, 10);
   EXPECT_EQ(disk->use().used_bytes, used - erased);
   ASSERT_TRUE(loop_.RunUntil([&] { return DiskUse() <= full - erased; }));
   for (const TestBlock& block : blocks) {

@@ -39,6 +39,7 @@ struct Block : Evictable {
   uint32_t live_pages = 0;        // pages that are not Free
   bool published = false;         // in its cache's table, under `name`
   bool corrupt = false;           // its bytes changed: never published again
+  bool from_disk = false;         // it came from there, and nobody has taken it since
   int64_t last_use_ns = 0;
   int64_t verified_ns = 0;  // when its bytes were last compared with their checksums; 0: never
   BlockName name;

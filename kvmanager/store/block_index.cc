@@ -127,16 +127,22 @@ void BlockIndex::ShowEvictable() {
   parts_.metrics->evictable_bytes.Set(static_cast<double>(parts_.host->bytes().evictable));
 }
 
-void BlockIndex::Evict(Block* block) {
+void BlockIndex::Evict(Block* block, const Cache& taker) {
   parts_.metrics->evicted_blocks.Increment();
   parts_.metrics->evicted_bytes.Increment(static_cast<double>(block->bytes));
   parts_.metrics->evicted_idle_seconds.Observe(static_cast<double>(parts_.clock->NowNs() - block->last_use_ns) * 1e-9);
   Tier& tier = *block->cache->tier;
-  tier.EvictBy(block, [&] { Unname(block); });
+  tier.EvictBy(block, [&] { Unname(block, GoneReason::kEvicted, &taker); });
 }
 
-void BlockIndex::Unname(Block* block) {
+void BlockIndex::Unname(Block* block, GoneReason reason, const Cache* taker) {
   MakeUnevictable(block);
+  const Cache& cache = *block->cache;
+  parts_.gone->Add(block->name.key, {.reason = reason,
+                                     .tier = cache.config.device,
+                                     .cache = cache.id,
+                                     .owner = cache.tenant_label,
+                                     .taker = taker == nullptr ? "" : absl::string_view(taker->tenant_label)});
   parts_.before_unname(*block);
   block->cache->table.Erase(block);
   parts_.metrics->published_blocks.Decrement();
@@ -209,7 +215,7 @@ void BlockIndex::NoteCompared(Block* block, bool intact) {
   if (block->corrupt) return;
   parts_.metrics->checksum_failures.Increment();
   block->corrupt = true;
-  if (block->published) Unname(block);
+  if (block->published) Unname(block, GoneReason::kChecksum);
 }
 
 bool BlockIndex::EndJobIfQuarantined(PageRef ref, bool declined) {
@@ -253,11 +259,17 @@ std::vector<Block*> BlockIndex::FindPrefix(Cache& cache, absl::Span<const BlockN
   return found;
 }
 
-void BlockIndex::CountHits(const MatchResult& match) {
+HitTier TakeHit(Block* block) {
+  if (std::exchange(block->from_disk, false)) return HitTier::kDisk;
+  return block->cache->tier->lower() == nullptr ? HitTier::kHost : HitTier::kDevice;
+}
+
+void BlockIndex::CountHits(const MatchResult& match, const HitTierCounts& tiers) {
   if (match.reason != MissReason::kNone) {
     parts_.metrics->prefix_misses[static_cast<size_t>(match.reason)]->Increment();
   }
   parts_.metrics->prefix_hit_blocks.Increment(static_cast<double>(match.hit_blocks));
+  for (size_t i = 0; i < tiers.size(); ++i) parts_.metrics->prefix_hit_tiers[i]->Increment(tiers[i]);
 }
 
 }  // namespace kvmanager

@@ -15,11 +15,15 @@
 #include "kvmanager/store/block_check.h"
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/cache_directory.h"
+#include "kvmanager/store/gone_blocks.h"
 #include "kvmanager/store/page_bytes.h"
 #include "kvmanager/store/store_metrics.h"
 #include "kvmanager/store/tier.h"
 
 namespace kvmanager {
+
+/// Somebody takes the found block: where it was until then.
+HitTier TakeHit(Block* block);
 
 class BlockIndex {
  public:
@@ -28,6 +32,7 @@ class BlockIndex {
     StoreMetrics* metrics = nullptr;
     const Clock* clock = nullptr;
     const Tier* host = nullptr;                       // whose use is shown in metrics
+    GoneBlocks* gone = nullptr;                       // is told of each that loses its name
     std::function<void(Block*)> after_name;           // the block can be found by its name
     std::function<void(const Block&)> before_unname;  // the block can be found no more by its name
   };
@@ -62,8 +67,9 @@ class BlockIndex {
   // Names.
   /// run: what has the block, if that is known.
   void Name(Block* block, const BlockName& name, EvictionRun* run = nullptr);
-  void Unname(Block* block);  // the block goes if nobody holds it
-  void Evict(Block* block);   // TierOwner's
+  /// The block goes if nobody holds it. reason: not kEvicted, which is Evict's.
+  void Unname(Block* block, GoneReason reason) { Unname(block, reason, nullptr); }
+  void Evict(Block* block, const Cache& taker);  // TierOwner's
   /// Of a found block: whether its bytes are compared with their checksums, which takes as long as reading them, unless
   /// they were within BlockCheck::kVerifiedForNs.
   enum class Bytes : uint8_t { kVerify, kTrust };
@@ -75,7 +81,7 @@ class BlockIndex {
   /// and why no further.
   std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, Bytes bytes, bool lower_too,
                                  Cache* lower, MatchResult* match);
-  void CountHits(const MatchResult& match);
+  void CountHits(const MatchResult& match, const HitTierCounts& tiers);
   /// Whether kVerify looks at the block's bytes.
   bool IsUnverified(const Block& block) const {
     return block.verified_ns == 0 || parts_.clock->NowNs() - block.verified_ns > BlockCheck::kVerifiedForNs;
@@ -106,6 +112,7 @@ class BlockIndex {
 
  private:
   static bool VerifyChecksums(const Block& block);
+  void Unname(Block* block, GoneReason reason, const Cache* taker);
   void ShowEvictable();
   void Dispose(Block* block);  // nobody holds it, it has no name
   void FreePage(PageRef ref);  // and deletes the block with its last page

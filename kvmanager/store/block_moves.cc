@@ -148,13 +148,13 @@ void BlockMoves::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool mo
     // What the host refuses is wrong on the GPU, too.
     if (refused) {
       from->corrupt = true;
-      if (from->published) parts_.blocks->Unname(from);
+      if (from->published) parts_.blocks->Unname(from, GoneReason::kChecksum);
     }
   }
   parts_.blocks->Release(to);
   for (uint32_t layer = 0, layers = static_cast<uint32_t>(from->pages.size()); layer < layers; ++layer) {
     if (layer + 1 == layers && move.purged && from->published && from->holders == 0 && from->pins == 1)
-      parts_.blocks->Unname(from);
+      parts_.blocks->Unname(from, GoneReason::kPurged);
     parts_.blocks->Unpin({from, layer});
   }
 }

@@ -26,6 +26,7 @@ class BlockReadsImpl final : public BlockReads {
 
   void Find(uint32_t first, absl::Span<const BlockName> names, uint64_t bytes_max, uint64_t align) {
     MatchResult match;
+    HitTierCounts tiers{};
     for (const BlockName& name : names) {
       if (pages_.size() + cache_->layers() > kTransferPagesMax) break;
       const uint32_t place = first + static_cast<uint32_t>(found_.size());
@@ -44,6 +45,7 @@ class BlockReadsImpl final : public BlockReads {
       index_->other_holders().Note(block);
       cache_->tier->eviction().Found(&run_, block);
       found_.push_back(block);
+      ++tiers[static_cast<size_t>(TakeHit(block))];
       verified_.push_back(!index_->IsUnverified(*block));
     }
     match.hit_blocks = static_cast<int>(found_.size());
@@ -52,7 +54,7 @@ class BlockReadsImpl final : public BlockReads {
     for (const Block* block : found_) {
       for (const Page& page : block->pages) checksums_.push_back(page.checksum);
     }
-    index_->CountHits(match);
+    index_->CountHits(match, tiers);
   }
 
   size_t blocks() const override { return found_.size(); }

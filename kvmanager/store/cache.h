@@ -35,6 +35,7 @@ struct Cache {
   Tier* tier = nullptr;
   TenantId tenant = 0;
   PayerId payer = 0;                              // the tenant's
+  std::string tenant_label;                       // TenantLabel
   WorkerPool::Owner owner = WorkerPool::kDaemon;  // the tenant's
   uint64_t raw_slot_bytes = 0;                    // as the pool rounds them
   uint64_t activation_slot_bytes = 0;             // 0: this cache keeps none

@@ -69,4 +69,28 @@ CacheDigest DigestOf(const CacheConfig& config, uint32_t codec_version) {
   return Sha256({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
 }
 
+std::vector<const char*> DifferingFields(const CacheConfig& a, const CacheConfig& b) {
+  std::vector<const char*> fields;
+  const auto compare = [&](const char* field, const auto& of_a, const auto& of_b) {
+    if (of_a != of_b) fields.push_back(field);
+  };
+  compare("tenant", a.tenant, b.tenant);
+  compare("model", a.model, b.model);
+  compare("revision", a.revision, b.revision);
+  compare("rope", a.rope, b.rope);
+  compare("codec", a.codec, b.codec);
+  compare("calibrationDigest", a.calibration_digest, b.calibration_digest);
+  compare("dtype", a.layout.dtype, b.layout.dtype);
+  compare("layers", a.layers, b.layers);
+  compare("kvHeads", a.layout.kv_heads, b.layout.kv_heads);
+  compare("queryHeads", a.query_heads, b.query_heads);
+  compare("headDim", a.layout.head_dim, b.layout.head_dim);
+  compare("pageTokens", a.layout.page_tokens, b.layout.page_tokens);
+  compare("tensorParallelRank", a.tensor_parallel_rank, b.tensor_parallel_rank);
+  compare("tensorParallelSize", a.tensor_parallel_size, b.tensor_parallel_size);
+  compare("lagPages", a.lag_pages, b.lag_pages);
+  compare("hiddenSize", a.hidden, b.hidden);
+  return fields;
+}
+
 }  // namespace kvmanager

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "kvmanager/base/ids.h"
@@ -46,5 +47,8 @@ absl::Status ValidateCacheConfig(const CacheConfig& config);
 /// SHA-256 of every field, as lines of "name=value"; `codec_version` is the codec's byte-format version. `hidden` has a
 /// line where it is not 0, so that caches without activations have the digests that they had before there were any.
 CacheDigest DigestOf(const CacheConfig& config, uint32_t codec_version);
+
+/// What two caches of different digests differ in, by the names of CacheInfo's fields; none for equal ones.
+std::vector<const char*> DifferingFields(const CacheConfig& a, const CacheConfig& b);
 
 }  // namespace kvmanager

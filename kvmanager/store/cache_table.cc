@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kvmanager/base/status.h"
+#include "kvmanager/base/tenant_label.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/store/block_checks.h"
 #include "kvmanager/store/block_reads.h"
@@ -117,6 +118,7 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   }
   cache->tenant = tenant.id;
   cache->payer = tenant.payer;
+  cache->tenant_label = TenantLabel(config.tenant);
   cache->owner = WorkerPool::OwnerOf(PayerName(config.tenant));
   caches_.emplace(cache->id, cache);
   by_opened_.emplace(cache->opened, cache.get());
@@ -207,7 +209,7 @@ uint64_t CacheTable::PurgeOne(Cache& cache) {
   for (Block& block : cache.table) {
     if (block.holders == 0 && block.pins == 0) unpinned.push_back(&block);
   }
-  for (Block* block : unpinned) parts_.blocks->Unname(block);
+  for (Block* block : unpinned) parts_.blocks->Unname(block, GoneReason::kPurged);
   parts_.metrics->purged_blocks.Increment(static_cast<double>(unpinned.size()));
   return unpinned.size();
 }

@@ -249,6 +249,7 @@ void DiskLoads::Land(Block* target, bool read, absl::Span<const MovingPage> page
     if (!reading.purged && cache.table.FindKey(reading.name.key) == nullptr) {
       parts_.blocks->Name(target, reading.name);
       parts_.blocks->NoteCompared(target, /*intact=*/true);
+      target->from_disk = true;
     }
   } else {
     target->corrupt = true;

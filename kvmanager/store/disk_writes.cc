@@ -55,8 +55,8 @@ class DiskWrites::Waiting final : public EncodeWaiter {
 
 DiskWrites::DiskWrites(const Parts& parts) : parts_(parts) {
   if (parts_.disk == nullptr) return;
-  parts_.disk->OnGone([this, alive = parts_.alive](const CacheDigest& cache, const BlockKey& key) {
-    if (!alive.expired()) OnGone(cache, key);
+  parts_.disk->OnGone([this, alive = parts_.alive](const CacheDigest& cache, const BlockKey& key, DiskLoss loss) {
+    if (!alive.expired()) OnGone(cache, key, loss);
   });
 }
 
@@ -164,10 +164,12 @@ void DiskWrites::Start(Block* block, bool demotes) {
     demoting_bytes_ += bytes;
     parts_.host->BeginDemotion(bytes);
   }
+  taker_ = cache.get();
   parts_.disk->Write(std::move(record), PayerName(cache->config.tenant), std::move(sources),
                      [this, alive = parts_.alive, block, key = block->name.key, bytes, demotes](bool durable) {
                        if (!alive.expired()) End(block, key, bytes, demotes, durable);
                      });
+  taker_ = nullptr;
 }
 
 void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool demotes, bool durable) {
@@ -190,7 +192,7 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   // The last unpinning may delete the block.
   for (uint32_t layer = 0, layers = cache->layers(); layer < layers; ++layer) {
     if (layer + 1 == layers && purged && block->published && block->holders == 0 && block->pins == 1)
-      parts_.blocks->Unname(block);
+      parts_.blocks->Unname(block, GoneReason::kPurged);
     parts_.blocks->UnpinEncoded({block, layer});
   }
   --cache->leases;
@@ -209,8 +211,19 @@ void DiskWrites::NotePurge(const CacheDigest* digest) {
   for (auto& [block, purged] : writing_) purged |= digest == nullptr || block->cache->digest == *digest;
 }
 
-void DiskWrites::OnGone(const CacheDigest& digest, const BlockKey& key) {
+void DiskWrites::OnGone(const CacheDigest& digest, const BlockKey& key, DiskLoss loss) {
   const std::shared_ptr<Cache> cache = parts_.caches->FindIn(digest, *parts_.host);
+  GoneBlocks::Note note{.tier = kDiskTier};
+  if (loss != DiskLoss::kEvicted) {
+    note.reason = loss == DiskLoss::kErased ? GoneReason::kPurged : GoneReason::kDiskRecord;
+  } else if (taker_ != nullptr) {
+    note.taker = taker_->tenant_label;
+  }
+  if (cache != nullptr) {
+    note.cache = cache->id;
+    note.owner = cache->tenant_label;
+  }
+  parts_.gone->Add(key, note);
   if (cache == nullptr) return;
   if (Block* const block = cache->table.FindKey(key)) parts_.host->SetKept(block, false);
 }

@@ -35,6 +35,7 @@ class DiskWrites {
     CacheTable* caches = nullptr;
     BlockIndex* blocks = nullptr;
     EncodeJobs* encodes = nullptr;
+    GoneBlocks* gone = nullptr;  // is told of each that the disk lets go
     std::weak_ptr<const bool> alive;
   };
 
@@ -80,7 +81,7 @@ class DiskWrites {
   /// Pins the block's pages until they are written. demotes: counted in its tier's bytes().demoting.
   void Start(Block* block, bool demotes);
   void End(Block* block, const BlockKey& key, uint64_t bytes, bool demotes, bool durable);
-  void OnGone(const CacheDigest& cache, const BlockKey& key);
+  void OnGone(const CacheDigest& cache, const BlockKey& key, DiskLoss loss);
 
   const Parts parts_;
   std::deque<Named> named_;                    // to be written, the first named first
@@ -89,6 +90,7 @@ class DiskWrites {
   uint64_t pinned_bytes_ = 0, demoting_bytes_ = 0;
   std::function<void()> on_leftovers_ = [] {};
   bool asked_ = false;  // for a turn
+  const Cache* taker_ = nullptr;  // whose block the disk is being given: it makes room for that
 };
 
 }  // namespace kvmanager

@@ -44,14 +44,16 @@ class FakeDisk final : public BlockDisk {
     KV_CHECK(stored.contains({cache, key}));
     reads_.push_back({{cache, key}, std::move(targets), std::move(done)});
   }
-  void Erase(const CacheDigest& cache, const BlockKey& key) override { Remove({cache, key}); }
+  void Erase(const CacheDigest& cache, const BlockKey& key) override { Remove({cache, key}, DiskLoss::kWrong); }
   uint64_t EraseCache(const CacheDigest& cache) override {
     return EraseIf([&](const Name& name) { return name.first == cache; });
   }
   uint64_t EraseAll() override {
     return EraseIf([](const Name&) { return true; });
   }
-  void OnGone(std::function<void(const CacheDigest&, const BlockKey&)> fn) override { on_gone_ = std::move(fn); }
+  void OnGone(std::function<void(const CacheDigest&, const BlockKey&, DiskLoss)> fn) override {
+    on_gone_ = std::move(fn);
+  }
   Use use() const override { return {.capacity_bytes = UINT64_MAX, .blocks = stored.size()}; }
   void CheckInvariants() const override {}
 
@@ -98,7 +100,7 @@ class FakeDisk final : public BlockDisk {
     while (reads() > 0) FinishRead();
   }
   /// As if room were short.
-  void Evict(const Name& name) { Remove(name); }
+  void Evict(const Name& name) { Remove(name, DiskLoss::kEvicted); }
 
   std::map<Name, Stored> stored;
   bool takes = true;
@@ -120,8 +122,8 @@ class FakeDisk final : public BlockDisk {
     absl::AnyInvocable<void(absl::StatusOr<std::vector<uint64_t>>)> done;
   };
 
-  void Remove(Name name) {  // a copy: it may be the key that goes
-    if (stored.erase(name) > 0 && on_gone_) on_gone_(name.first, name.second);
+  void Remove(Name name, DiskLoss loss) {  // a copy: it may be the key that goes
+    if (stored.erase(name) > 0 && on_gone_) on_gone_(name.first, name.second, loss);
   }
   template <typename Wanted>
   uint64_t EraseIf(Wanted wanted) {
@@ -130,13 +132,13 @@ class FakeDisk final : public BlockDisk {
     for (const auto& [name, block] : stored) {
       if (wanted(name)) gone.push_back(name);
     }
-    for (const Name& name : gone) Remove(name);
+    for (const Name& name : gone) Remove(name, DiskLoss::kErased);
     return gone.size();
   }
 
   std::deque<Writing> writes_;
   std::deque<Reading> reads_;
-  std::function<void(const CacheDigest&, const BlockKey&)> on_gone_;
+  std::function<void(const CacheDigest&, const BlockKey&, DiskLoss)> on_gone_;
 };
 
 }  // namespace kvmanager::testing

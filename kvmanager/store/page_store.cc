@@ -35,7 +35,8 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
       : metrics_(metrics),
         tiers_(MakeTiers(pool, executor, devices, eviction, this)),
         mover_(tiers_[0].get(), metrics, alive_),
-        blocks_({metrics, clock, tiers_[0].get(), [this](Block* block) { disk_writes_.NoteNamed(block); },
+        gone_(clock),
+        blocks_({metrics, clock, tiers_[0].get(), &gone_, [this](Block* block) { disk_writes_.NoteNamed(block); },
                  [this](const Block& block) { moves_.NotKept(block); }}),
         payers_(&tiers_),
         caches_({registry, metrics, &tiers_, &blocks_, &payers_, disk,
@@ -46,7 +47,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         beginnings_({metrics, &caches_, &blocks_, &indexes_, &sequences_, alive_}),
         publications_({metrics, &blocks_, &sequences_, alive_}),
         moves_({metrics, &tiers_, &caches_, &blocks_, &encodes_, &mover_}),
-        disk_writes_({disk, metrics, tiers_[0].get(), &caches_, &blocks_, &encodes_, alive_}),
+        disk_writes_({disk, metrics, tiers_[0].get(), &caches_, &blocks_, &encodes_, &gone_, alive_}),
         disk_loads_({disk, tiers_[0].get(), metrics, &caches_, &blocks_, &encodes_, &mover_, alive_}),
         reads_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
         appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, this, alive_}),
@@ -55,7 +56,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
         inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &disk_writes_,
-                    &disk_loads_, &imports_, &reads_}) {
+                    &disk_loads_, &imports_, &reads_, &gone_, disk, alive_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
   }
   ~PageStoreImpl() override { alive_.reset(); }
@@ -153,7 +154,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     while (GiveBackSome()) {  // what nobody uses is to go
     }
   }
-  void Evict(Block* block) override { blocks_.Evict(block); }
+  void Evict(Block* block, const Cache& taker) override { blocks_.Evict(block, taker); }
   bool CanDemote(const Tier& tier) const override {
     return &tier == tiers_[0].get() ? disk_writes_.CanDemote() : tier.can_move();
   }
@@ -172,6 +173,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   Tiers tiers_;
   // In the order of who needs whom, but for callbacks.
   Mover mover_;
+  GoneBlocks gone_;
   BlockIndex blocks_;
   Payers payers_;
   CacheTable caches_;

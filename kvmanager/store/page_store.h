@@ -8,7 +8,7 @@
 //   tiers       arrival_lease.h      sequence_arrivals.h, block_moves.h, mover.h
 //   the disk    disk_load.h          disk_loads.h, disk_writes.h
 //   hand-offs   hand_off_lease.h     sequence_exports.h, host_export.h, sequence_imports.h
-//   the whole   store_report.h       store_inspector.h (invariants)
+//   the whole   store_report.h       store_inspector.h (invariants), explanations.h, gone_blocks.h (how blocks went)
 //
 // Single-threaded: every method is called on the store's thread (the daemon's event loop). Workers and transports touch
 // only the bytes of pages that a lease (AttendLease, ExportLease, an import's targets, an encode job) keeps pinned;

@@ -36,6 +36,14 @@ class PageTable {
 
   size_t size() const { return size_; }
 
+  /// To look at all blocks in pieces: buckets 0 .. buckets() - 1, as many as there are by then. A block that is there
+  /// from the first piece to the last is visited, perhaps twice: a bucket that is split leaves half to a later one.
+  size_t buckets() const { return blocks_.split_count(); }
+  template <typename Visit>
+  void VisitBucket(size_t bucket, Visit&& visit) const {
+    for (auto it = blocks_.begin(bucket); it != blocks_.end(bucket); ++it) visit(*it);
+  }
+
  private:
   struct KeyOf {
     using type = BlockKey;

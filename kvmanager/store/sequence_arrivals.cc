@@ -43,6 +43,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   /// Of a fetch. A block of the target's memory that the caller holds, or of another that it holds until this returns.
   void AddBlock(Block* block) {
     Source source{block, block->cache == to_};
+    hit_tiers_.push_back(TakeHit(block));
     if (source.here) {
       parts_.blocks->other_holders().Note(block);
     } else {
@@ -159,6 +160,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   std::unique_ptr<Sequence> sequence_;  // not visible; nullptr after Commit
   std::vector<Source> sources_;         // in order; empty once copies have begun
   bool fetches_ = false;
+  std::vector<HitTier> hit_tiers_;  // of a fetch, [blocks]
   CreateResult result_;
   IndexFacts index_facts_;
   PageWait encoded_, arrived_;
@@ -247,7 +249,11 @@ absl::StatusOr<CreateResult> ArrivalLeaseImpl::Commit() {
     result_.match = {static_cast<int>(there), MissReason::kChecksum};
     sequence_->hit_blocks = result_.match.hit_blocks;
   }
-  if (fetches_) parts_.blocks->CountHits(result_.match);
+  if (fetches_) {
+    HitTierCounts tiers{};
+    for (size_t i = 0; i < there; ++i) ++tiers[static_cast<size_t>(hit_tiers_[i])];
+    parts_.blocks->CountHits(result_.match, tiers);
+  }
   parts_.sequences->Unhide(sequence_.get());
   parts_.indexes->Make(*sequence_, index_facts_, sequence_->tokens[0]);
   parts_.indexes->AdvanceAll(*sequence_);

@@ -62,7 +62,7 @@ class SequenceBeginnings::Beginning final : public SequenceBeginning {
     KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit(*cache_, found));
     match_.hit_blocks = static_cast<int>(found);
     parts_.metrics->prefix_asked_blocks.Increment(static_cast<double>(prefix_.size()));
-    parts_.blocks->CountHits(match_);
+    parts_.blocks->CountHits(match_, tiers_);
     sequence_->hit_blocks = match_.hit_blocks;
     parts_.sequences->Unhide(sequence_.get());
     parts_.indexes->Make(*sequence_, {prompt_tokens_, 0}, sequence_->tokens[0]);
@@ -84,6 +84,7 @@ class SequenceBeginnings::Beginning final : public SequenceBeginning {
       std::fill(sequence_->tokens.begin(), sequence_->tokens.end(), uint64_t{blocks} * cache_->page_tokens());
       parts_.blocks->other_holders().Forget(piece_[taken]);
       parts_.sequences->Attach(*sequence_, piece_[taken]);
+      ++tiers_[static_cast<size_t>(TakeHit(piece_[taken]))];
     }
     if (taken < piece_.size()) {
       ended_ = true;
@@ -105,7 +106,8 @@ class SequenceBeginnings::Beginning final : public SequenceBeginning {
   std::vector<Block*> piece_;           // found, held, and not the sequence's yet
   PageComparison comparison_;           // of these
   MatchResult match_;
-  bool ended_ = false;  // no more are to be found
+  HitTierCounts tiers_{};  // of the sequence's blocks
+  bool ended_ = false;     // no more are to be found
 };
 
 absl::StatusOr<std::unique_ptr<SequenceBeginning>> SequenceBeginnings::Begin(CacheId id, std::vector<BlockName> prefix,

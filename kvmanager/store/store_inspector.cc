@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/tenant_label.h"
+#include "kvmanager/store/explanations.h"
 
 namespace kvmanager {
 namespace {
@@ -121,6 +122,10 @@ StoreUse StoreInspector::Use() const {
   use.lease_pages = parts_.reads->lease_pages();
   use.unwritten_blocks = parts_.disk_writes->unwritten();
   return use;
+}
+
+absl::StatusOr<std::unique_ptr<Explanation>> StoreInspector::BeginExplain(CacheId cache, std::vector<BlockName> names) {
+  return MakeExplanation({parts_.caches, parts_.gone, parts_.disk, parts_.alive}, cache, std::move(names));
 }
 
 absl::Status StoreInspector::SetQuotas(Quotas quotas) {

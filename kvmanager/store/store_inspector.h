@@ -19,6 +19,7 @@
 #include "kvmanager/store/disk_loads.h"
 #include "kvmanager/store/disk_writes.h"
 #include "kvmanager/store/encode_jobs.h"
+#include "kvmanager/store/gone_blocks.h"
 #include "kvmanager/store/sequence_imports.h"
 #include "kvmanager/store/sequence_table.h"
 #include "kvmanager/store/store_reads.h"
@@ -45,6 +46,9 @@ class StoreInspector final : public StoreReport {
     const DiskLoads* disk_loads = nullptr;
     SequenceImports* imports = nullptr;
     const StoreReads* reads = nullptr;
+    const GoneBlocks* gone = nullptr;
+    const BlockDisk* disk = nullptr;  // nullptr: there is none
+    std::weak_ptr<const bool> alive;
   };
 
   explicit StoreInspector(const Parts& parts) : parts_(parts) {}
@@ -52,6 +56,7 @@ class StoreInspector final : public StoreReport {
   std::vector<SequenceId> SequenceIds() const override { return parts_.sequences->Ids(); }
   std::vector<PoolShare> Shares() const override { return parts_.payers->List(); }
   StoreUse Use() const override;
+  absl::StatusOr<std::unique_ptr<Explanation>> BeginExplain(CacheId cache, std::vector<BlockName> names) override;
   void CheckInvariants() const override;
   absl::Status SetQuotas(Quotas quotas) override;
   void SetSampler(PageSampler* sampler) override { parts_.encodes->SetSampler(sampler); }

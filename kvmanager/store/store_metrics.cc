@@ -12,9 +12,15 @@ const char* MissReasonName(MissReason reason) {
   return kNames[static_cast<size_t>(reason)];
 }
 
+const char* HitTierName(HitTier tier) {
+  static constexpr const char* kNames[kHitTiers] = {"host", "device", "disk"};
+  return kNames[static_cast<size_t>(tier)];
+}
+
 StoreMetrics::StoreMetrics(Metrics* m)
     : prefix_asked_blocks(m->Counter("prefix_asked_blocks_total", "Blocks that new sequences asked for by name")),
       prefix_hit_blocks(m->Counter("prefix_hit_blocks_total", "Blocks that new sequences took from a prefix hit")),
+      prefix_hit_tiers(),
       prefix_misses(),
       checksum_failures(
           m->Counter("checksum_failures_total", "Published blocks found with changed bytes, and dropped")),
@@ -65,6 +71,11 @@ StoreMetrics::StoreMetrics(Metrics* m)
       export_leases(m->Gauge("leases", kLeaseHelp, {{"kind", "export"}})),
       import_leases(m->Gauge("leases", kLeaseHelp, {{"kind", "import"}})),
       metrics_(m) {
+  for (size_t i = 0; i < kHitTiers; ++i) {
+    prefix_hit_tiers[i] = &m->Counter("prefix_hit_tier_blocks_total",
+                                      "Blocks that new sequences took from a prefix hit, by where they were",
+                                      {{"tier", HitTierName(static_cast<HitTier>(i))}});
+  }
   for (size_t i = 1; i < kMissReasons; ++i) {
     prefix_misses[i] = &m->Counter("prefix_misses_total", "Prefix matches that ended before the last name, by reason",
                                    {{"reason", MissReasonName(static_cast<MissReason>(i))}});

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "kvmanager/store/hit_tier.h"
 #include "kvmanager/store/miss_reason.h"
 #include "kvmanager/store/page_state.h"
 #include "monitoring/metrics.h"
@@ -22,6 +23,7 @@ struct StoreMetrics {
 
   prometheus::Counter& prefix_asked_blocks;
   prometheus::Counter& prefix_hit_blocks;
+  std::array<prometheus::Counter*, kHitTiers> prefix_hit_tiers;  // by HitTier
   std::array<prometheus::Counter*, kMissReasons> prefix_misses;  // by MissReason; kNone is nullptr
   prometheus::Counter& checksum_failures;
   prometheus::Counter& evicted_blocks;

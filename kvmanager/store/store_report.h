@@ -3,10 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
+#include "kvmanager/base/ids.h"
 #include "kvmanager/store/arrival_lease.h"
+#include "kvmanager/store/explanation.h"
 #include "kvmanager/store/page_executor.h"
 #include "kvmanager/store/quotas.h"
 
@@ -33,6 +37,10 @@ class StoreReport {
   /// Of all payers, in all pools, in any order.
   virtual std::vector<PoolShare> Shares() const = 0;
   virtual StoreUse Use() const = 0;
+  /// Where the blocks of these names are, or why they are not. cache: whose names they are; then it is also said which
+  /// of the missing ones are there under other names. 0: of any cache, by their keys alone. Errors: NOT_FOUND (cache),
+  /// INVALID_ARGUMENT (beyond CacheDirectory::kNamesMax).
+  virtual absl::StatusOr<std::unique_ptr<Explanation>> BeginExplain(CacheId cache, std::vector<BlockName> names) = 0;
   /// Aborts if an invariant of the whole store does not hold (tests, and debug builds of the daemon on request).
   virtual void CheckInvariants() const = 0;
   /// What tenants may have of the pools from now on; nothing is evicted at once. Errors: INVALID_ARGUMENT if the

@@ -82,7 +82,7 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
       }
       if (victim != nullptr) {
         lost_some |= !victim->kept;
-        owner_->Evict(victim);
+        owner_->Evict(victim, cache);
       }
       Collect();
     }

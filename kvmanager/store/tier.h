@@ -33,8 +33,8 @@ class Tier;
 class TierOwner {
  public:
   virtual ~TierOwner() = default;
-  /// Gives up an evictable block: its name, and its slots by way of Tier::Free.
-  virtual void Evict(Block* block) = 0;
+  /// Gives up an evictable block for a request of `taker`: its name, and its slots by way of Tier::Free.
+  virtual void Evict(Block* block, const Cache& taker) = 0;
   /// Whether what `tier` has can be copied to the next lower tier, or to the disk, now.
   virtual bool CanDemote(const Tier& tier) const = 0;
   /// Starts to copy an evictable block there, and counts it (Tier::BeginDemotion). false: it is there (Block::kept), or
