@@ -155,6 +155,22 @@ class ClientImpl final : public Client {
     });
   }
 
+  absl::StatusOr<Explanation> Explain(uint32_t cache_id, absl::Span<const BlockName> names) override {
+    using Result = absl::StatusOr<Explanation>;
+    KV_RETURN_IF_ERROR(
+        CheckMessageBytes("names", kMessageOverheadBytes + names.size() * kBlockNameBytes, kMessageBytesMax));
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    auto request = admin->admin().explainRequest();
+    request.setCacheId(cache_id);
+    ToWire(names, request.initNames(static_cast<uint32_t>(names.size())));
+    return admin->Call<Result>(std::move(request), [asked = names.size()](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      if (response.getBlocks().size() == asked) return FromWire(response);
+      return absl::InternalError(
+          absl::StrCat("the daemon explained ", response.getBlocks().size(), " blocks, was asked for ", asked));
+    });
+  }
+
   absl::Status Drain(bool on) override {
     KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
     const auto read = [](auto& response) { return FromWire(response.getStatus()); };
@@ -234,6 +250,16 @@ class ClientImpl final : public Client {
 };
 
 }  // namespace
+
+const char* PlaceName(BlockPlace place) {
+  static constexpr const char* kNames[] = {"nowhere", "memory", "arriving", "disk"};
+  return kNames[static_cast<size_t>(place)];
+}
+
+const char* LossName(BlockLoss loss) {
+  static constexpr const char* kNames[] = {"unknown", "evicted", "purged", "checksum", "disk_record"};
+  return kNames[static_cast<size_t>(loss)];
+}
 
 std::shared_ptr<Connection> ConnectionOf(Client* client) { return static_cast<ClientImpl*>(client)->connection(); }
 

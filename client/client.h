@@ -274,6 +274,45 @@ struct LimitDescription {
   std::string bounds;
 };
 
+/// kArriving: on its way to memory, from another memory or the disk.
+enum class BlockPlace : uint8_t { kNowhere, kMemory, kArriving, kDisk };
+/// kUnknown: it was not stored, as far as the daemon remembers. kChecksum: its bytes had changed. kDiskRecord: its
+/// record on the disk was wrong, or could not be read.
+enum class BlockLoss : uint8_t { kUnknown, kEvicted, kPurged, kChecksum, kDiskRecord };
+
+/// "nowhere", "memory", "arriving", "disk".
+const char* PlaceName(BlockPlace place);
+/// "unknown", "evicted", "purged", "checksum", "disk_record".
+const char* LossName(BlockLoss loss);
+
+/// Where a block is, or why it is not found by its name. Tenants are labels, as in metrics.
+struct BlockExplanation {
+  BlockPlace place = BlockPlace::kNowhere;
+  BlockLoss loss = BlockLoss::kUnknown;  // of one that is nowhere: how it went the last time
+  std::string tier;                      // where it is, or was: "host", "device:N", "disk"; empty: unknown
+  uint32_t cache_id = 0;                 // which has it, or had it; 0: unknown, or not open when it went
+  double seconds_ago = 0;                // when it went
+  std::string owner;                     // whose it was then; empty: unknown
+  std::string taker;                     // evicted: for whose request; empty: unknown
+  bool other_tokens = false;             // what has its key there has other tokens: a miss
+  uint32_t same_tokens_cache_id = 0;     // of one that is nowhere: of `others`, a cache that has the same tokens in
+                                         // memory under another name; 0: none
+};
+
+struct Explanation {
+  std::vector<BlockExplanation> blocks;  // [names]
+  struct Other {
+    uint32_t cache_id = 0;
+    std::string tenant, tier;
+    std::vector<std::string> differs;  // from the cache that was asked about: fields of CacheOptions, as the schema has
+                                       // them; none: the tokens before these differ
+  };
+  std::vector<Other> others;
+  // Of how many blocks that went the daemon knows how, of at most how many, and how far back that goes.
+  uint32_t remembered = 0, remembered_max = 0;
+  double remembered_seconds = 0;
+};
+
 /// How K is rotated; api/kvmanager.capnp, ProjectionFacts. Scaled frequencies are not known.
 struct ProjectionFacts {
   int rotary_dims = 0;  // the first ones of a head; 0: K is not rotated
@@ -404,6 +443,12 @@ class Client {
   /// Every bound of the daemon. UNIMPLEMENTED by daemons of earlier versions.
   virtual absl::StatusOr<std::vector<LimitDescription>> Limits() {
     return absl::UnimplementedError("this client does not ask for limits");
+  }
+  /// Why these blocks are found, or not. cache_id: whose names they are; then what is missing is also looked for under
+  /// other names. 0: keys of any open cache. A name's `tokens` may be all zeros: not known. Errors: INVALID_ARGUMENT
+  /// (more than 65,536 names), NOT_FOUND (cache); UNIMPLEMENTED by daemons of earlier versions.
+  virtual absl::StatusOr<Explanation> Explain(uint32_t cache_id, absl::Span<const BlockName> names) {
+    return absl::UnimplementedError("this client does not ask why blocks are missing");
   }
   /// Refuses new sequences, forks and incoming hand-offs; claims, outgoing hand-offs and all else go on.
   virtual absl::Status Drain(bool on) = 0;

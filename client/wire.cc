@@ -213,6 +213,37 @@ LimitDescription FromWire(api::LimitInfo::Reader wire) {
   return limit;
 }
 
+absl::StatusOr<Explanation> FromWire(api::Admin::ExplainResults::Reader wire) {
+  KV_RETURN_IF_ERROR(CheckListed("blocks", wire.getBlocks().size()));
+  KV_RETURN_IF_ERROR(CheckListed("other caches", wire.getOthers().size()));
+  Explanation explanation{.remembered = wire.getRemembered(),
+                          .remembered_max = wire.getRememberedMax(),
+                          .remembered_seconds = wire.getRememberedSeconds()};
+  for (const auto block : wire.getBlocks()) {
+    // A place or a loss of a newer daemon: none that is known here.
+    const auto place = static_cast<uint16_t>(block.getPlace()), loss = static_cast<uint16_t>(block.getLoss());
+    explanation.blocks.push_back(
+        {.place = place <= static_cast<uint16_t>(BlockPlace::kDisk) ? BlockPlace(place) : BlockPlace::kNowhere,
+         .loss = loss <= static_cast<uint16_t>(BlockLoss::kDiskRecord) ? BlockLoss(loss) : BlockLoss::kUnknown,
+         .tier = ToString(block.getTier()),
+         .cache_id = block.getCacheId(),
+         .seconds_ago = block.getSecondsAgo(),
+         .owner = ToString(block.getOwner()),
+         .taker = ToString(block.getTaker()),
+         .other_tokens = block.getOtherTokens(),
+         .same_tokens_cache_id = block.getSameTokensCacheId()});
+  }
+  for (const auto each : wire.getOthers()) {
+    KV_RETURN_IF_ERROR(CheckListed("differing fields", each.getDiffers().size()));
+    Explanation::Other& other = explanation.others.emplace_back();
+    other.cache_id = each.getCacheId();
+    other.tenant = ToString(each.getTenant());
+    other.tier = ToString(each.getTier());
+    for (const auto field : each.getDiffers()) other.differs.push_back(ToString(field));
+  }
+  return explanation;
+}
+
 absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire) {
   const auto rate = [](api::RecomputeStatus::Rate::Reader in) {
     return RecomputeDescription::Rate{in.getPerSecond(), in.getSamples(), in.getStale()};

@@ -46,6 +46,8 @@ SequenceDescription FromWire(api::SequenceInfo::Reader wire);
 absl::StatusOr<DaemonDescription> FromWire(api::DaemonStatus::Reader wire);
 PeerDescription FromWire(api::PeerStatus::Reader wire);
 LimitDescription FromWire(api::LimitInfo::Reader wire);
+/// INTERNAL: CheckListed.
+absl::StatusOr<Explanation> FromWire(api::Admin::ExplainResults::Reader wire);
 /// INTERNAL if a digest is not of 32 bytes; CheckListed.
 absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire);
 Miss FromWire(api::MissReason wire);

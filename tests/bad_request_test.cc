@@ -572,6 +572,19 @@ TEST_F(BadRequestTest, SequencesNameWhatIsWrong) {
     request.setCacheId(999);
     return Keep(request.send().wait(raw_->wait()).getStatus());
   });
+  const auto explain = [&](const std::function<void(api::Admin::ExplainParams::Builder)>& edit) {
+    api::Admin::Client admin = connection_->daemon.adminRequest().send().wait(raw_->wait()).getAdmin();
+    auto request = admin.explainRequest();
+    edit(request);
+    return Keep(request.send().wait(raw_->wait()).getError());
+  };
+  ExpectRefused("an unknown cache to explain", kNotFound, "cache",
+                [&] { return explain([](auto r) { r.setCacheId(999); }); });
+  ExpectRefused("too many names to explain", kInvalid, "names",
+                [&] { return explain([](auto r) { r.initNames(65537); }); });
+  ExpectRefused("a name without a key to explain", kInvalid, "names[0].key",
+                [&] { return explain([](auto r) { r.initNames(1); }); });
+  EXPECT_EQ(explain([](auto) {}).getCode(), 0);
   // The layers differ: no fork.
   ASSERT_EQ(Append(cache_, sequence_id_, 0, 100, 1).getCode(), 0);
   ExpectRefused("fork between two layers", kPrecondition, "tokens", [&] {

@@ -161,6 +161,20 @@ TEST_F(LoopTest, WithTheLongestSequences) {
   }
   ASSERT_OK(client_->Ping());
   EXPECT_EQ(LongTurns("drop of both"), 0);
+  {
+    ASSERT_OK_AND_ASSIGN(const auto there, client_->Explain(cache_->description().id, names));
+    EXPECT_EQ(there.blocks.at(kMostBlocks - 1).place, client::BlockPlace::kMemory);
+    EXPECT_EQ(LongTurns("explain of 60,000 blocks that are there"), 0);
+    ASSERT_OK_AND_ASSIGN(const auto other, client_->OpenCache(Options("other")));
+    std::vector<BlockName> missing = names;
+    for (BlockName& name : missing) {
+      name.key.bytes[30] = 1;
+      name.tokens = name.key;
+    }
+    ASSERT_OK_AND_ASSIGN(const auto nowhere, client_->Explain(other->description().id, missing));
+    EXPECT_EQ(nowhere.blocks.at(kMostBlocks - 1).place, client::BlockPlace::kNowhere);
+    EXPECT_EQ(LongTurns("explain of 60,000 that are nowhere, beside 60,000 blocks"), 0);
+  }
   ASSERT_OK(equal.sequence->Crop(kPageTokens));
   EXPECT_EQ(LongTurns("crop to one block"), 0);
   equal.sequence.reset();

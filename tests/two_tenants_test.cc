@@ -40,11 +40,17 @@ class AdministrationTest : public TwoTenantsTest {
  protected:
   /// Every method of Admin, to see what is answered.
   static std::vector<std::pair<std::string, absl::Status>> AdministerWith(Client& client) {
-    return {{"status", client.Status().status()},       {"caches", client.Caches().status()},
-            {"sequences", client.Sequences().status()}, {"peers", client.Peers().status()},
-            {"recompute", client.Recompute().status()}, {"metrics", client.MetricsText().status()},
-            {"limits", client.Limits().status()},       {"drain", client.Drain(true)},
-            {"undrain", client.Drain(false)},           {"purge", client.Purge(Client::kAllCaches).status()}};
+    return {{"status", client.Status().status()},
+            {"caches", client.Caches().status()},
+            {"sequences", client.Sequences().status()},
+            {"peers", client.Peers().status()},
+            {"recompute", client.Recompute().status()},
+            {"metrics", client.MetricsText().status()},
+            {"limits", client.Limits().status()},
+            {"explain", client.Explain(0, {}).status()},
+            {"drain", client.Drain(true)},
+            {"undrain", client.Drain(false)},
+            {"purge", client.Purge(Client::kAllCaches).status()}};
   }
 };
 
@@ -80,6 +86,7 @@ TEST_F(AdministrationTest, TheEnginesSocketHasNoAdmin) {
   ends(admin.recomputeRequest(), "recompute");
   ends(admin.metricsRequest(), "metrics");
   ends(admin.limitsRequest(), "limits");
+  ends(admin.explainRequest(), "explain");
   // The connection lives, and nothing was switched.
   (void)engine->daemon.pingRequest().send().wait(raw.wait());
   const auto operators = raw.Connect(daemon->admin());

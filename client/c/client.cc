@@ -218,6 +218,19 @@ int kvm_limits(kvm_object* client) {
   });
 }
 
+int kvm_explain(kvm_object* client, int64_t cache_id, const uint8_t* names, uint32_t blocks) {
+  return Ask(client, [&](Client& handle) -> absl::Status {
+    if (cache_id < 0 || cache_id > UINT32_MAX) {
+      return kvmanager::InvalidField("cache_id", cache_id, absl::StrCat("0..", UINT32_MAX));
+    }
+    KV_ASSIGN_OR_RETURN(const auto explanation,
+                        handle.Explain(static_cast<uint32_t>(cache_id),
+                                       {reinterpret_cast<const kvmanager::BlockName*>(names), blocks}));
+    Leave(Text(Describe(explanation)));
+    return absl::OkStatus();
+  });
+}
+
 int kvm_drain(kvm_object* client, int on) {
   return Ask(client, [on](Client& handle) { return handle.Drain(on != 0); });
 }

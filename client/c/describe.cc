@@ -174,6 +174,30 @@ json Describe(const LimitDescription& d) {
           {"bounds", d.bounds}};
 }
 
+json Describe(const Explanation& e) {
+  json blocks = json::array(), others = json::array();
+  for (const BlockExplanation& block : e.blocks) {
+    blocks.push_back({{"place", PlaceName(block.place)},
+                      {"loss", LossName(block.loss)},
+                      {"tier", block.tier},
+                      {"cache_id", block.cache_id},
+                      {"seconds_ago", block.seconds_ago},
+                      {"owner", block.owner},
+                      {"taker", block.taker},
+                      {"other_tokens", block.other_tokens},
+                      {"same_tokens_cache_id", block.same_tokens_cache_id}});
+  }
+  for (const Explanation::Other& other : e.others) {
+    others.push_back(
+        {{"cache_id", other.cache_id}, {"tenant", other.tenant}, {"tier", other.tier}, {"differs", other.differs}});
+  }
+  return {{"blocks", std::move(blocks)},
+          {"others", std::move(others)},
+          {"remembered", e.remembered},
+          {"remembered_max", e.remembered_max},
+          {"remembered_seconds", e.remembered_seconds}};
+}
+
 json Describe(const RecomputeDescription& d) {
   json sets = json::array(), links = json::array(), devices = json::array();
   for (const auto& set : d.sets) {

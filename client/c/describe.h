@@ -17,6 +17,7 @@ nlohmann::json Describe(const DaemonDescription& description);
 nlohmann::json Describe(const SequenceDescription& description);
 nlohmann::json Describe(const PeerDescription& description);
 nlohmann::json Describe(const LimitDescription& description);
+nlohmann::json Describe(const Explanation& explanation);
 nlohmann::json Describe(const RecomputeDescription& description);
 nlohmann::json Describe(const HandOffOutcome& outcome);
 

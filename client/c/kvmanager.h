@@ -57,6 +57,8 @@ KVM_API int kvm_sequences(kvm_object* client);
 KVM_API int kvm_peers(kvm_object* client, const char* peers, size_t peers_bytes); /* peers: an array of strings */
 KVM_API int kvm_recompute(kvm_object* client);
 KVM_API int kvm_limits(kvm_object* client);
+/* Why these blocks, of `names` as of kvm_name_blocks, are found or not. cache_id: whose names they are; 0: of any. */
+KVM_API int kvm_explain(kvm_object* client, int64_t cache_id, const uint8_t* names, uint32_t blocks);
 KVM_API int kvm_drain(kvm_object* client, int on);
 KVM_API int kvm_purge(kvm_object* client, int64_t cache_id, uint64_t* blocks); /* cache_id: -1: all */
 

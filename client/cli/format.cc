@@ -32,20 +32,6 @@ const char* DTypeName(DType dtype) {
 
 std::string OrNone(const std::string& text) { return text.empty() ? "-" : text; }
 
-/// JSON must be UTF-8, and names come from clients: other bytes are shown as '?'.
-std::string Utf8(const std::string& text) {
-  return json::parse(json(text).dump(-1, ' ', false, json::error_handler_t::replace)).get<std::string>();
-}
-
-/// A cell is one line of printable characters whatever a client called itself.
-std::string Printable(const std::string& text) {
-  std::string shown = text;
-  for (char& c : shown) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
-  }
-  return shown;
-}
-
 /// A count, a share, or a number with its unit; not an address or a digest.
 bool IsNumber(absl::string_view cell) {
   const size_t end = std::min(cell.find_first_not_of("0123456789."), cell.size());
@@ -54,6 +40,18 @@ bool IsNumber(absl::string_view cell) {
 }
 
 }  // namespace
+
+std::string Utf8(const std::string& text) {
+  return json::parse(json(text).dump(-1, ' ', false, json::error_handler_t::replace)).get<std::string>();
+}
+
+std::string Printable(const std::string& text) {
+  std::string shown = text;
+  for (char& c : shown) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  }
+  return shown;
+}
 
 std::string FormatBytes(uint64_t bytes) {
   if (bytes < 1024) return absl::StrCat(bytes, " B");

@@ -15,6 +15,11 @@ std::string FormatBytes(uint64_t bytes);
 /// "12.3 s", "4 m 05 s", "3 h 07 m", "2 d 04 h".
 std::string FormatSeconds(double seconds);
 
+/// JSON must be UTF-8, and names come from clients: other bytes are shown as '?'.
+std::string Utf8(const std::string& text);
+/// A cell is one line of printable characters whatever a client called itself.
+std::string Printable(const std::string& text);
+
 /// Columns padded to their widest cell, two blanks between; numbers (cells of digits, and sizes) to the right.
 std::string FormatTable(const std::vector<std::string>& header, const std::vector<std::vector<std::string>>& rows);
 

@@ -15,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "client/cli/explain.h"
 #include "client/cli/format.h"
 #include "client/cli/measured_plan.h"
 #include "client/cli/top.h"
@@ -47,6 +48,8 @@ struct Arguments {
   std::string purge_cache;
   bool purge_all = false;
   std::string plan_cache, plan_peer;
+  std::string explain_cache;
+  ExplainArguments explain;
 };
 
 int Fail(const absl::Status& error, const Arguments& arguments) {
@@ -125,6 +128,8 @@ int Main(int argc, char** argv) {
       "  kvctl peers 10.0.0.2:9470 10.0.0.3:9470\n"
       "                                     whether a hand-off to these could be taken, and how soon\n"
       "  kvctl limits                       what clients and tenants may have at most, and what they have now\n"
+      "  kvctl explain --cache 3 --tokens PROMPT.json\n"
+      "                                     why a prompt missed: where each of its blocks is, or how it went\n"
       "  kvctl drain                        before a restart: take in nothing new\n"
       "  kvctl drain --off                  take it back (the same as undrain)\n"
       "  kvctl purge --cache 3              forget the published blocks of cache 3 that nobody holds\n"
@@ -200,6 +205,32 @@ int Main(int argc, char** argv) {
                                     "Every limit of the daemon, with its use: of a tenant, a connection or a process "
                                     "by the one that has most; `-`: not "
                                     "counted");
+  auto* explain = app.add_subcommand(
+      "explain",
+      "Where each block of a prompt is, or why it is not there\n\n"
+      "  kvctl caches                                   which cache the prompt was for\n"
+      "  kvctl explain --cache 3 --tokens PROMPT.json   its token ids, as the engine had them: [1, 15043, 3186, ...]\n"
+      "  kvctl explain --keys HEX HEX                   keys from an engine's log, of any cache that is open\n"
+      "  kvctl explain --cache 3 --tokens PROMPT.json --json | jq '.blocks[] | select(.place == \"nowhere\")'\n\n"
+      "A prompt hits up to its first block that is not there. WHERE is the memory, or `disk`, that has the block;\n"
+      "`to host`: it is on its way there. Of the others WHY NOT says\n"
+      "evicted       room was short: from where, for whose request, and whose it was (labels of tenants, as\n"
+      "              `kvctl caches` shows them); see --host-pool-bytes, shares in --tenants, --disk-path\n"
+      "purged        by `kvctl purge`\n"
+      "dropped       its bytes, or its record on the disk, were not what was written\n"
+      "never stored  as far as the daemon remembers: since its start, or of the last blocks that went\n"
+      "cache N has these tokens: it differs in ...\n"
+      "              the same tokens under another name: an engine asks with another tenant, codec, model, ...\n"
+      "cache N has these tokens behind others\n"
+      "              what comes before them differs: names cover all tokens up to the block's end");
+  auto* explain_cache =
+      explain->add_option("--cache", arguments.explain_cache, "of this cache: an id that `kvctl caches` shows");
+  auto* explain_tokens =
+      explain->add_option("--tokens", arguments.explain.tokens, "a file with the prompt's token ids: a list in JSON")
+          ->needs(explain_cache);
+  explain
+      ->add_option("--keys", arguments.explain.keys, "keys of blocks, 64 hexadecimal digits each, instead of a prompt")
+      ->excludes(explain_tokens);
   auto* drain = app.add_subcommand(
       "drain", "Take in no new sequences, forks or hand-offs; those that exist go on and can be claimed");
   drain->add_flag("--off", arguments.drain_off, "serve again");
@@ -260,6 +291,16 @@ int Main(int argc, char** argv) {
     }
     cache_id = uint32_t(id);
   }
+  if (explain->parsed()) {
+    if (arguments.explain.tokens.empty() && arguments.explain.keys.empty()) {
+      return misused("explain wants --cache ID (see `kvctl caches`) with --tokens FILE, or --keys");
+    }
+    uint32_t id = 0;
+    if (explain_cache->count() > 0 && (!absl::SimpleAtoi(arguments.explain_cache, &id) || id == 0)) {
+      return misused(absl::StrCat("--cache is ", arguments.explain_cache, ", must be an id that `kvctl caches` shows"));
+    }
+    if (id > 0) arguments.explain.cache = id;
+  }
 
   std::string token;
   if (!arguments.token_file.empty()) {
@@ -297,6 +338,7 @@ int Main(int argc, char** argv) {
   if (sequences->parsed()) return Show((*client)->Sequences(), arguments, FormatSequences);
   if (peers->parsed()) return Show((*client)->Peers(arguments.peers), arguments, FormatPeers);
   if (limits->parsed()) return Show((*client)->Limits(), arguments, FormatLimits);
+  if (explain->parsed()) return Show(Explain(**client, arguments.explain), arguments, FormatExplained);
   if (drain->parsed()) return Drain(**client, arguments, !arguments.drain_off);
   if (undrain->parsed()) return Drain(**client, arguments, false);
   return Purge(**client, arguments, cache_id);

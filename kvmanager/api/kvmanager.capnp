@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 14;
+const apiMinor :UInt16 = 15;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -557,6 +557,33 @@ struct LimitInfo {
   bounds @7 :Text;     # what it bounds, in words
 }
 
+enum BlockPlace { nowhere @0; memory @1; arriving @2; disk @3; }
+# arriving: on its way to memory, from another memory or the disk
+
+enum BlockLoss { unknown @0; evicted @1; purged @2; checksum @3; diskRecord @4; }
+# unknown: it was not stored, as far as the daemon remembers. checksum: its bytes had changed. diskRecord: its record on the disk was
+# wrong, or could not be read.
+
+struct BlockExplanation {
+  # Where a block is, or why it is not found by its name. Tenants are labels, as in metrics; tiers "host", "device:N", "disk".
+  place @0 :BlockPlace;
+  loss @1 :BlockLoss;         # nowhere: how it went the last time
+  tier @2 :Text;              # where it is, or was; empty: unknown
+  cacheId @3 :UInt32;         # which has it, or had it; 0: unknown, or not open when it went
+  secondsAgo @4 :Float64;     # when it went
+  owner @5 :Text;             # whose it was when it went; empty: unknown
+  taker @6 :Text;             # evicted: for whose request; empty: unknown
+  otherTokens @7 :Bool;       # what has its key there has other tokens: a miss
+  sameTokensCacheId @8 :UInt32;  # nowhere: a cache of `others` that has the same tokens in memory under another name; 0: none
+}
+
+struct OtherCache {
+  cacheId @0 :UInt32;
+  tenant @1 :Text;            # its label
+  tier @2 :Text;
+  differs @3 :List(Text);     # from the cache that was asked about: fields of CacheConfig; none: the tokens before these differ
+}
+
 interface Admin {
   status @0 () -> (status :DaemonStatus, error :Status);
   caches @1 () -> (caches :List(CacheInfo), error :Status);
@@ -573,6 +600,12 @@ interface Admin {
   recompute @7 () -> (recompute :RecomputeStatus, error :Status);             # what plans go by. Feature "recompute"
   metrics @8 () -> (text :Text, error :Status);                               # as on /metrics. Feature "metrics-text"
   limits @9 () -> (limits :List(LimitInfo), error :Status);                   # every bound that there is. Feature "limits"
+  explain @10 (cacheId :UInt32, names :List(BlockName))
+      -> (blocks :List(BlockExplanation), others :List(OtherCache), remembered :UInt32, rememberedMax :UInt32,
+          rememberedSeconds :Float64, error :Status);
+  # Why these blocks are found, or not; an entry for each of at most 65536 names. cacheId: whose names they are; then what is missing
+  # is also looked for under other names. 0: keys of any open cache. A name's `tokens` may be 32 zeros: not known. remembered: blocks
+  # that went, of which the daemon knows how, at most rememberedMax; rememberedSeconds: how far back that goes. Feature "explain"
 }
 
 interface Daemon {

@@ -8,6 +8,7 @@
 #include "codecs/cpu_isa.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/handoff/peer_choice.h"
+#include "kvmanager/rpc/explain_call.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
@@ -208,6 +209,23 @@ class AdminService final : public api::Admin::Server {
         out[i].setFlag(TextOf(limit.flag));
         out[i].setBounds(TextOf(limit.bounds));
       }
+    });
+  }
+
+  kj::Promise<void> explain(ExplainContext context) override {
+    return Serve(*session_, Method::kExplain, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const auto params = context.getParams();
+      auto call = std::make_shared<ExplainCall>(&parts_.store->report(), params.getCacheId(), params.getNames());
+      return InTurns(session_, Method::kExplain, parts_.long_calls, [call] { return call->DoPiece(); })
+          .then([this, call, context]() mutable -> kj::Promise<void> {
+            if (!call->status().ok()) {
+              ServeError(*session_, Method::kExplain, call->status(), context);
+              return kj::READY_NOW;
+            }
+            call->BeginWriting(context.getResults());
+            return InTurns(session_, Method::kExplain, parts_.long_calls, [call] { return call->WriteSome(); });
+          })
+          .attach(thisCap());
     });
   }
 

@@ -28,7 +28,7 @@ const char* MethodName(Method method) {
       "crop",         "publish",    "handOff",       "beginHandOff",   "finishHandOff",
       "sequenceInfo", "copy",       "mapSlab",       "status",         "caches",
       "sequences",    "peers",      "drain",         "undrain",        "purge",
-      "recompute",    "metrics",    "limits",
+      "recompute",    "metrics",    "limits",        "explain",
   };
   return kNames[static_cast<int>(method)];
 }

@@ -49,9 +49,10 @@ enum class Method : int {
   kPurge,
   kRecomputeStatus,
   kMetricsText,
-  kLimits,  // Admin
+  kLimits,
+  kExplain,  // Admin
 };
-constexpr int kMethods = static_cast<int>(Method::kLimits) + 1;
+constexpr int kMethods = static_cast<int>(Method::kExplain) + 1;
 const char* MethodName(Method method);
 
 /// Why a connection ended; label `reason`.

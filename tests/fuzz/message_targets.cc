@@ -132,6 +132,16 @@ class DaemonMessageTarget final : public FuzzTarget {
       status.initDevices(1);
     }));
     seeds.push_back(Seed<api::MatchResult>(7, [](api::MatchResult::Builder match) { match.setHitBlocks(3); }));
+    seeds.push_back(Seed<api::Admin::ExplainResults>(8, [](api::Admin::ExplainResults::Builder explained) {
+      auto blocks = explained.initBlocks(2);
+      blocks[0].setPlace(api::BlockPlace::MEMORY);
+      blocks[1].setLoss(api::BlockLoss::EVICTED);
+      blocks[1].setOwner("label");
+      blocks[1].setSameTokensCacheId(5);
+      auto other = explained.initOthers(1)[0];
+      other.setCacheId(5);
+      other.initDiffers(1).set(0, "codec");
+    }));
     return seeds;
   }
   void Run(absl::Span<const uint8_t> input) override {
@@ -147,6 +157,7 @@ class DaemonMessageTarget final : public FuzzTarget {
         [](capnp::MessageReader& reader) { Show(client::FromWire(reader.getRoot<api::LimitInfo>())); },
         [](capnp::MessageReader& reader) { Show(client::FromWire(reader.getRoot<api::RecomputeStatus>())); },
         [](capnp::MessageReader& reader) { (void)client::FromWire(reader.getRoot<api::MatchResult>()); },
+        [](capnp::MessageReader& reader) { Show(client::FromWire(reader.getRoot<api::Admin::ExplainResults>())); },
     };
     RunRoot(kRoots, input);
   }

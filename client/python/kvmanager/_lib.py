@@ -66,6 +66,7 @@ _CALLS = {
     "kvm_peers": [c_void_p, c_char_p, c_size_t],
     "kvm_recompute": [c_void_p],
     "kvm_limits": [c_void_p],
+    "kvm_explain": [c_void_p, c_int64, c_char_p, c_uint32],
     "kvm_drain": [c_void_p, c_int],
     "kvm_purge": [c_void_p, c_int64, POINTER(c_uint64)],
     "kvm_wait_for_news": [c_void_p],

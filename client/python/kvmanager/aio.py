@@ -321,6 +321,9 @@ class Client(_Owned):
     async def limits(self) -> list[LimitDescription]:
         return await self._call(self.blocking.limits)
 
+    async def explain(self, names: BlockNames, cache_id: int = 0) -> dict[str, Any]:
+        return await self._call(self.blocking.explain, names, cache_id)
+
     async def drain(self, on: bool = True) -> None:
         await self._call(self.blocking.drain, on)
 

@@ -12,6 +12,7 @@ from ._tensor import name_of
 from .cache import Cache
 from .device import Device
 from .errors import UnavailableError, encoded, integer, invalid
+from .names import BlockNames
 from .types import CacheDescription, DaemonDescription, LimitDescription, PeerDescription, SequenceDescription
 
 _ARENA_MULTIPLE = 4096
@@ -193,6 +194,17 @@ class Client(Handle):
         """Every bound of the daemon, with its use now. UnimplementedError of daemons of earlier versions."""
         check(lib.kvm_limits(self._object))
         return [LimitDescription(**each) for each in _lib.result()]
+
+    def explain(self, names: BlockNames, cache_id: int = 0) -> dict[str, Any]:
+        """Why these blocks are found, or not: "blocks", one for each name, and "others", caches that have the tokens of
+        missing ones under other names. cache_id: whose names they are (CacheDescription.id); 0: of any open cache, by
+        their keys alone. Members as in client/client.h, Explanation. UnimplementedError of daemons of earlier
+        versions."""
+        if not isinstance(names, BlockNames):
+            raise invalid("names", type(names).__name__, "BlockNames: block_names() or external_names() makes them")
+        check(lib.kvm_explain(self._object, integer("cache_id", cache_id, 0, 2**32 - 1), names.data, len(names)))
+        explanation: dict[str, Any] = _lib.result()
+        return explanation
 
     def drain(self, on: bool = True) -> None:
         """Refuses new sequences, forks and incoming hand-offs; on=False: no longer."""

@@ -318,6 +318,11 @@ class Listings(WithCache):
         self.assertEqual(limits["arena_bytes"].flag, "--arena-bytes")
         self.assertEqual(limits["hello_ms"].used, None)
         self.assertGreaterEqual(limits["admin_connections"].used, 1)
+        names = self.cache.block_names(range(128))
+        explained = self.client.explain(names, self.cache.description.id)
+        places = [(block["place"], block["loss"]) for block in explained["blocks"]]
+        self.assertEqual(places, [("nowhere", "unknown")] * len(names))
+        self.assertEqual(self.client.explain(names)["others"], [])
         self.assertEqual(self.client.peer_address, self.daemon.peer)
         self.client.ping()
         self.assertTrue(self.client.connected)
