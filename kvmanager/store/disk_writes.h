@@ -47,7 +47,10 @@ class DiskWrites {
   /// A block was named: it is written behind those named before, unless the disk has it.
   void NoteNamed(Block* block);
   /// `fn` is called when there is something for WriteSome.
-  void OnLeftovers(std::function<void()> fn) { on_leftovers_ = std::move(fn); }
+  void OnLeftovers(std::function<void()> fn) {
+    on_leftovers_ = std::move(fn);
+    if (asked_) on_leftovers_();
+  }
   /// Starts to write what is next, a few blocks: 0.1 ms. False: no more can be begun now.
   bool WriteSome();
   /// LongCalls': the disk may take blocks again.
@@ -89,7 +92,7 @@ class DiskWrites {
   absl::flat_hash_map<Block*, bool> writing_;  // whether it was purged meanwhile
   uint64_t pinned_bytes_ = 0, demoting_bytes_ = 0;
   std::function<void()> on_leftovers_ = [] {};
-  bool asked_ = false;  // for a turn
+  bool asked_ = false;            // for a turn
   const Cache* taker_ = nullptr;  // whose block the disk is being given: it makes room for that
 };
 
