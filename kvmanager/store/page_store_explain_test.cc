@@ -1,6 +1,8 @@
 // What an operator is told of blocks, one reason after the other. The disk is what the test says.
 #include <gtest/gtest.h>
 
+#include <utility>
+
 #include "kvmanager/store/fake_disk.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/store_fixture.h"
@@ -30,18 +32,22 @@ class PageStoreExplainTest : public ::testing::Test {
     if (test_ == nullptr) {
       test_ = std::make_unique<TestStore>(pool_bytes_, device_bytes_, moves_, EvictionKind::kLru,
                                           has_disk_ ? &disk_ : nullptr);
-      test_->store->long_calls().OnLeftovers([] {});
+      test_->store->long_calls().OnLeftovers([this] { left_ = true; });
     }
     return *test_;
   }
   PageStore& store() { return *test().store; }
   void Finish() {
     do {
+      while (std::exchange(left_, false)) {
+        while (store().long_calls().ReleaseSome()) {
+        }
+      }
       test().executor.FinishAll();
       test().device.executor.FinishAll();
       test().device.mover.FinishAll();
       disk_.FinishAll();
-    } while (test().executor.jobs() + test().device.mover.moves() + disk_.writes() + disk_.reads() > 0);
+    } while (left_ || test().executor.jobs() + test().device.mover.moves() + disk_.writes() + disk_.reads() > 0);
   }
   void Restart() {
     Finish();
@@ -97,6 +103,7 @@ class PageStoreExplainTest : public ::testing::Test {
   FakeDisk disk_;  // outlives the stores
   uint64_t pool_bytes_ = 4 << 20, device_bytes_ = 0;
   bool moves_ = false, has_disk_ = false;
+  bool left_ = false;  // something for ReleaseSome
   uint32_t salt_ = 1'000'000;
   std::unique_ptr<TestStore> test_;
 };
