@@ -26,6 +26,7 @@ namespace kvmanager {
 namespace {
 
 constexpr uint64_t kWritingBytesMax = uint64_t{256} << 20;  // on their way; a larger record goes alone
+constexpr size_t kWritesMax = 4096;                         // on their way: tables of more take long to grow
 constexpr int kEvictionsAtOnce = 64;                        // in one turn
 constexpr size_t kWritesEndedAtOnce = 64;
 
@@ -98,6 +99,7 @@ class BlockDiskImpl final : public BlockDisk {
     const uint64_t bytes = page_bytes + kRecordHeaderBytesMax + kDiskPagesMax * kRecordPageAlign + kRecordAlign;
     if (bytes > std::min(kDiskRecordBytesMax, space_.capacity())) return false;
     if (writing_bytes_ > 0 && writing_bytes_ + bytes > kWritingBytesMax) return false;
+    if (writes_.size() >= kWritesMax) return false;
     if (space_.leaving() > shares_.leaving_max) return false;
     return space_.used() + bytes <= space_.capacity() + index_.evictable_bytes();
   }
