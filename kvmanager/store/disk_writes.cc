@@ -85,10 +85,9 @@ void DiskWrites::Ask() {
 
 bool DiskWrites::WriteSome() {
   if (!std::exchange(asked_, false)) return false;
-  const bool more = WriteNext();
+  asked_ |= WriteNext();
   parts_.metrics->unwritten_blocks.Set(static_cast<double>(unwritten()));
-  asked_ |= more;
-  return more;
+  return asked_;
 }
 
 bool DiskWrites::WriteNext() {

@@ -54,7 +54,11 @@ class DiskWrites {
   /// Starts to write what is next, a few blocks: 0.1 ms. False: no more can be begun now.
   bool WriteSome();
   /// LongCalls': the disk may take blocks again.
-  void TryAgain() { Ask(); }
+  void TryAgain() {
+    if (named_.empty()) return;
+    asked_ = true;
+    on_leftovers_();
+  }
   /// TierOwner's, of blocks in host memory.
   bool CanDemote() const { return parts_.disk != nullptr && HasRoom(0) && parts_.disk->CanWrite(0); }
   bool Demote(Block* block);

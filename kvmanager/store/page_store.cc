@@ -139,8 +139,8 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     sequences_.OnLeftovers(std::move(fn));
   }
   bool ReleaseSome() override {
-    const bool more = GiveBackSome(), writes = disk_writes_.WriteSome();
-    return appends_.FinishSome() || more || writes;
+    const bool more = GiveBackSome(), appends = appends_.FinishSome();
+    return disk_writes_.WriteSome() || more || appends;  // last: the others may name blocks
   }
   bool GiveBackSome() override {
     const bool reads = reads_.ReleaseSome(), loads = disk_loads_.ReleaseSome();
