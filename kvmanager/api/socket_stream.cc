@@ -87,11 +87,12 @@ struct SocketStream::Rest {
 };
 
 SocketStream::SocketStream(kj::UnixEventPort& port, int fd, int write_fd, std::shared_ptr<MessageMemory> memory,
-                           TlsLink* tls)
+                           TlsLink* tls, size_t write_turn_bytes)
     : port_(port),
       fd_(fd),
       write_fd_(write_fd),
       tls_(tls),
+      write_turn_bytes_(write_turn_bytes),
       observer_(port, fd, kj::UnixEventPort::FdObserver::OBSERVE_READ),
       buffer_(kj::heapArray<kj::byte>(kReadAheadBytes)),
       memory_(std::move(memory)) {
@@ -390,10 +391,10 @@ void SocketStream::Flush() {
 bool SocketStream::Send(Rest& rest) {
   if (tls_ != nullptr) return SendTls(rest);
   while (rest.next < rest.pieces.size()) {
-    if (sent_bytes_ >= kTurnBytes) return false;
+    if (sent_bytes_ >= write_turn_bytes_) return false;
     std::array<iovec, kPiecesPerSend> pieces;
     size_t count = 0;
-    for (size_t left = kTurnBytes - sent_bytes_; left > 0 && count < pieces.size(); ++count) {
+    for (size_t left = write_turn_bytes_ - sent_bytes_; left > 0 && count < pieces.size(); ++count) {
       if (rest.next + count == rest.pieces.size()) break;
       pieces[count] = rest.pieces[rest.next + count];
       pieces[count].iov_len = std::min(pieces[count].iov_len, left);
@@ -430,7 +431,7 @@ bool SocketStream::SendTls(Rest& rest) {
   KJ_REQUIRE(rest.fds.empty(), "no descriptor goes through TLS");
   std::array<kj::byte, TlsLink::kRecordBytes> record;
   while (rest.next < rest.pieces.size()) {
-    if (sent_bytes_ >= kTurnBytes) return false;
+    if (sent_bytes_ >= write_turn_bytes_) return false;
     // A record each for small pieces would cost more than the copy. What is tried again has the same bytes, as it must.
     const iovec& first = rest.pieces[rest.next];
     const void* from = first.iov_base;

@@ -7,8 +7,8 @@
 //  3. It watches for readability alone. kj also watches for writability, and the peer's reads then wake a waiting
 //     thread.
 //  4. After a short read it waits instead of reading again to see EAGAIN.
-//  5. It reads, and writes, kTurnBytes at most before the loop looks at other sockets: a peer on another core may send,
-//     or take, without a pause.
+//  5. It reads kTurnBytes, and writes so many as its owner says, at most before the loop looks at other sockets: a peer
+//     on another core may send, or take, without a pause.
 //
 // Descriptors. A recvmsg never reaches past the first byte run that carries descriptors, but bytes sent earlier may
 // precede that run. So descriptors belong to the last message that starts within the bytes they came with. Surplus ones
@@ -58,15 +58,15 @@ class SocketStream final : public capnp::MessageStream {
   static constexpr size_t kWriteLateBytesMax = 16
                                                << 10;  // larger messages are not copied; nor more than this held back
   static constexpr uint32_t kSegmentsMax = 512;
-  static constexpr size_t kTurnBytes = 256 << 10;  // that are read, or written, before the loop looks at others
+  static constexpr size_t kTurnBytes = 256 << 10;  // that are read before the loop looks at others
   static constexpr size_t kFdsPerReadMax = 4;      // what the kernel may hand over at once; more are closed by it
 
   /// `fd` and `write_fd`: one non-blocking stream socket, twice (dup), because an event port watches a descriptor once.
   /// Both must outlive the stream. The port must belong to this thread. memory: where messages that are read book
   /// their bytes until they are destroyed; nullptr: nowhere. tls: of `fd`, after its handshake; outlives the stream;
-  /// nullptr: plain.
+  /// nullptr: plain. write_turn_bytes: that are written before the loop looks at others.
   SocketStream(kj::UnixEventPort& port, int fd, int write_fd, std::shared_ptr<MessageMemory> memory = nullptr,
-               TlsLink* tls = nullptr);
+               TlsLink* tls = nullptr, size_t write_turn_bytes = kTurnBytes);
 
   ~SocketStream();
 
@@ -115,6 +115,7 @@ class SocketStream final : public capnp::MessageStream {
   kj::UnixEventPort& port_;
   const int fd_, write_fd_;
   TlsLink* const tls_;
+  const size_t write_turn_bytes_;
   kj::UnixEventPort::FdObserver observer_;
 
   // Reading: buffer_[begin_, end_) is not yet part of a message; words_ is the message being put together.

@@ -185,6 +185,22 @@ TEST_F(SocketStreamTest, AWriterWhosePeerDoesNotReadWaitsAndGoesOn) {
   EXPECT_EQ(KJ_ASSERT_NONNULL(second).reader->getSegment(0).size(), 1u);
 }
 
+TEST_F(SocketStreamTest, WritesNoMoreInOneTurnThanItsOwnerSays) {
+  constexpr size_t kTurn = 40000;  // less than a socket holds
+  a_.reset();
+  a_.emplace(port_, fd_[0], write_fd_[0], nullptr, nullptr, kTurn);
+  std::mt19937 random(4);
+  const auto words = Words(1 << 17, random);  // 1 MiB
+  kj::ArrayPtr<const capnp::word> segment(words.data(), words.size());
+  auto writing = a_->writeMessage(nullptr, kj::arrayPtr(&segment, 1));
+  std::vector<uint8_t> taken(1 << 20);
+  ssize_t at = ::recv(fd_[1], taken.data(), taken.size(), MSG_DONTWAIT);
+  EXPECT_EQ(at, ssize_t{kTurn});
+  while (!writing.poll(scope_)) at += ::recv(fd_[1], taken.data(), taken.size(), MSG_DONTWAIT);
+  at += ::recv(fd_[1], taken.data(), taken.size(), MSG_DONTWAIT);
+  EXPECT_EQ(size_t(at), sizeof(capnp::word) * (1 + words.size()));
+}
+
 TEST_F(SocketStreamTest, WritingToAClosedPeerFailsAsDisconnected) {
   b_.reset();
   fd_[1] = nullptr;

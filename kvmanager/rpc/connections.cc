@@ -30,6 +30,9 @@ constexpr int64_t kAcceptRetryMs = 100;  // when the process has no descriptor l
 constexpr int64_t kAbortGraceMs = 200;   // to tell a client what was wrong with its bytes
 constexpr uint32_t kFdsPerMessageMax = 1;
 constexpr int kFdsPerConnection = 3;
+// Of replies, that one connection is written before the loop looks at others: 0.1 ms where memory is slow. A step of
+// another client waits for about ten of these.
+constexpr size_t kWriteTurnBytes = 64 << 10;
 constexpr int kAcceptsInARow = 4;  // half a millisecond of the loop; then whatever else is to be done
 constexpr int64_t kAcceptPauseMs = 2;
 
@@ -171,7 +174,8 @@ class Connections::Connection {
         ending_(kj::newPromiseAndFulfiller<void>()),
         session_(std::make_shared<Session>(*parts.session, proof, static_cast<uint32_t>(peer.pid),
                                            [this](EndReason reason, const std::string& why) { End(reason, why); })),
-        stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->messages().requests(), tls_.get()),
+        stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->messages().requests(), tls_.get(),
+                kWriteTurnBytes),
         watched_(
             stream_, &parts.loop->queue(), parts.daemon->cache.sequence.long_calls, [this] { OnMessage(); },
             session_->messages(),
