@@ -5,12 +5,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -139,6 +141,37 @@ TEST_F(DiskTest, ADaemonThatDrainsWritesWhatIsLeft) {
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     const Source source{seed, Kind::kNormal, options};
     EXPECT_TRUE(Eventually([&] { return Found(*cache, source, 4) == 4; })) << seed;
+  }
+}
+
+// Of what was published a second ago, and not of what was a moment ago.
+TEST_F(DiskTest, TenThousandBlocksOutliveAKill) {
+  constexpr uint64_t kTexts = 100;
+  constexpr int kBlocks = 100;
+  const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2", 0);
+  Start();
+  {
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    for (uint64_t seed = 1; seed <= kTexts; ++seed) {
+      const Source source{seed, Kind::kNormal, options};
+      Publish(*cache, source, kBlocks);
+      ASSERT_EQ(Found(*cache, source, kBlocks), kBlocks);
+    }
+  }
+  std::this_thread::sleep_for(std::chrono::seconds(1) * kSlowdown);
+  Kill();
+  Start();
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  const auto found = [&] {
+    int blocks = 0;
+    for (uint64_t seed = 1; seed <= kTexts; ++seed) blocks += Found(*cache, {seed, Kind::kNormal, options}, kBlocks);
+    return blocks;
+  };
+  constexpr int kAll = kTexts * kBlocks;
+  EXPECT_TRUE(Eventually([&] { return found() >= kAll - kAll / 1000; })) << found() << " blocks";
+  for (uint64_t seed = 1; seed <= kTexts; seed += 7) {
+    const Source source{seed, Kind::kNormal, options};
+    EXPECT_EQ(Compare(*cache, source, kBlocks), Found(*cache, source, kBlocks)) << seed;
   }
 }
 

@@ -92,9 +92,10 @@ class BlockDiskImpl final : public BlockDisk {
     return back_off_.is_over(clock_->NowNs()) ? "ready" : "nothing is written for a while, after an error";
   }
 
+  bool TakesWrites() const override { return !is_damaged_ && back_off_.is_over(clock_->NowNs()); }
+
   bool CanWrite(uint64_t page_bytes) const override {
-    if (!loaded_ || is_damaged_) return false;
-    if (!back_off_.is_over(clock_->NowNs())) return false;
+    if (!loaded_ || !TakesWrites()) return false;
     if (back_off_.TakeTryAgain()) committer_->TryAgain();
     const uint64_t bytes = page_bytes + kRecordHeaderBytesMax + kDiskPagesMax * kRecordPageAlign + kRecordAlign;
     if (bytes > std::min(kDiskRecordBytesMax, space_.capacity())) return false;
@@ -115,8 +116,8 @@ class BlockDiskImpl final : public BlockDisk {
     DiskEntry* const old = index_.Find(id.cache, id.key);
     if (old != nullptr && failed_reads_.Has(id, clock_->NowNs())) RemoveFromIndex(old);
     // A name that is there, or a record that CanWrite would not have: refused, whatever the caller thought.
-    if (!is_sound || !loaded_ || is_damaged_ || !back_off_.is_over(clock_->NowNs()) ||
-        index_.Find(id.cache, id.key) != nullptr || writing_.contains(id) || !MakeRoom(job->layout.bytes)) {
+    if (!is_sound || !loaded_ || !TakesWrites() || index_.Find(id.cache, id.key) != nullptr || writing_.contains(id) ||
+        !MakeRoom(job->layout.bytes)) {
       return Post([done = std::move(done)]() mutable { done(false); });
     }
     uint32_t emptied;

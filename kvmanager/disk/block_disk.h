@@ -89,6 +89,8 @@ class BlockDisk {
   /// A run (EvictionRun) used these blocks: they go later. Parents first.
   virtual void NoteUse(const CacheDigest& cache, absl::Span<const BlockName> names) = 0;
 
+  /// Whether it takes records, now or once others are written: not for a while after an error.
+  virtual bool TakesWrites() const = 0;
   /// Whether a record of `page_bytes` would be taken now: not while much is on its way, nor for a while after an error.
   virtual bool CanWrite(uint64_t page_bytes) const = 0;
   /// Writes a block that Find does not find and that is not on its way; others go for it, if room is short, of the

@@ -104,8 +104,6 @@ DiskEntry* DiskIndex::Insert(const IndexRecord& record) {
   entry->bytes = record.place.bytes;
   entry->index = record.index;
   entry->tokens = record.tokens;
-  // A policy keeps what is kept elsewhere in one queue, else in two. There is no tier below that would have it.
-  entry->kept = true;
   entry->segment = record.place.segment;
   entry->at = static_cast<uint32_t>(record.place.offset / kRecordAlign);
   entry->header_check = static_cast<uint32_t>(record.header_checksum);

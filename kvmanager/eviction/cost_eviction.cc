@@ -79,10 +79,12 @@ class CostEviction final : public EvictionPolicy {
     const Ghost lost = ghosts_.Put({.id = block.id, .entry = block.notes.entry, .from_end = block.notes.from_end});
     if (lost.id != 0) model_.Drop(lost.entry);
   }
-  Evictable* Victim(uint32_t payer) override { return Next(payer, /*unkept=*/false); }
-  Evictable* UnkeptVictim(uint32_t payer) override { return Next(payer, /*unkept=*/true); }
+  Evictable* Victim(uint32_t payer) override { return Next(payer, Of::kAll); }
+  Evictable* KeptVictim(uint32_t payer) override { return Next(payer, Of::kKept); }
+  Evictable* UnkeptVictim(uint32_t payer) override { return Next(payer, Of::kUnkept); }
 
  private:
+  using Of = EvictableQueue::Of;
   // A kind, and the last uses of an age: until it is chosen anew.
   struct Choice {
     uint64_t least_use = 0, most_use = 0;
@@ -91,7 +93,7 @@ class CostEviction final : public EvictionPolicy {
   };
   struct Payer {
     std::array<EvictableQueue, ReturnModel::kKinds> kinds;
-    std::array<Choice, 2> choices;  // of all, and of those not kept elsewhere
+    std::array<Choice, EvictableQueue::kOfs> choices;
     size_t blocks = 0;
   };
 
@@ -111,22 +113,22 @@ class CostEviction final : public EvictionPolicy {
     const double cost = (1 + position / options_.equal_cost_tokens) * std::max(block.tokens, 1u);
     return model_.worth(block.notes.kind, age) * cost / static_cast<double>(std::max<uint64_t>(block.bytes, 1));
   }
-  Evictable* Next(uint32_t id, bool unkept) {
+  Evictable* Next(uint32_t id, Of which) {
     const auto of = payers_.find(id);
     if (of == payers_.end() || of->second.blocks == 0) return nullptr;
-    Choice& choice = of->second.choices[unkept];
+    Choice& choice = of->second.choices[static_cast<size_t>(which)];
     if (uses_ < choice.until) {
-      Evictable* const next = of->second.kinds[choice.kind].First(unkept, choice.least_use);
+      Evictable* const next = of->second.kinds[choice.kind].First(which, choice.least_use);
       if (next != nullptr && next->last_use <= choice.most_use) return next;
     }
-    return Choose(of->second, unkept, &choice);
+    return Choose(of->second, which, &choice);
   }
   // Of each kind and age that has some, the first stands for all.
-  Evictable* Choose(const Payer& payer, bool unkept, Choice* choice) const {
+  Evictable* Choose(const Payer& payer, Of which, Choice* choice) const {
     Evictable* best = nullptr;
     double least_worth = 0;
     for (int kind = 0; kind < ReturnModel::kKinds; ++kind) {
-      Evictable* block = payer.kinds[kind].First(unkept);
+      Evictable* block = payer.kinds[kind].First(which);
       while (block != nullptr) {
         const int age = ReturnModel::AgeOf(uses_ - block->last_use);
         const uint64_t most_use = uses_ - ReturnModel::LeastOf(age);
@@ -136,7 +138,7 @@ class CostEviction final : public EvictionPolicy {
           least_worth = worth;
           *choice = {block->last_use, most_use, uses_ / kChooseEvery * kChooseEvery + kChooseEvery, kind};
         }
-        block = payer.kinds[kind].First(unkept, most_use + 1);
+        block = payer.kinds[kind].First(which, most_use + 1);
       }
     }
     return best;

@@ -1,8 +1,10 @@
-// Evictable blocks of one payer in an order that a policy gives them, and those of them that are not kept elsewhere.
+// Evictable blocks of one payer in an order that a policy gives them: all, or those that are kept elsewhere, too, or
+// those that are not.
 //
 // Owned by a policy, on its thread. Add and Remove take O(log n).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <set>
 #include <utility>
@@ -15,26 +17,26 @@ namespace kvmanager {
 class EvictableQueue {
  public:
   /// order: unique here.
-  void Add(uint64_t order, Evictable* block) {
-    KV_CHECK(all_.emplace(order, block).second);
-    if (!block->kept) unkept_.emplace(order, block);
-  }
+  void Add(uint64_t order, Evictable* block) { KV_CHECK(BlocksLike(*block).emplace(order, block).second); }
   /// As it was added.
-  void Remove(uint64_t order, Evictable* block) {
-    KV_CHECK(all_.erase({order, block}) == 1);
-    KV_CHECK(unkept_.erase({order, block}) == (block->kept ? 0 : 1));
-  }
-  bool empty() const { return all_.empty(); }
-  /// The first of an order of at least `least`, or nullptr. unkept: of those not kept elsewhere.
-  Evictable* First(bool unkept, uint64_t least = 0) const {
-    const Blocks& blocks = unkept ? unkept_ : all_;
-    const auto first = blocks.lower_bound({least, nullptr});
-    return first == blocks.end() ? nullptr : first->second;
+  void Remove(uint64_t order, Evictable* block) { KV_CHECK(BlocksLike(*block).erase({order, block}) == 1); }
+  bool empty() const { return kept_.empty() && unkept_.empty(); }
+  enum class Of : uint8_t { kAll, kKept, kUnkept };
+  static constexpr size_t kOfs = 3;
+  /// The first of an order of at least `least`, or nullptr.
+  Evictable* First(Of of, uint64_t least = 0) const {
+    const Entry wanted{least, nullptr};
+    const auto kept = of == Of::kUnkept ? kept_.end() : kept_.lower_bound(wanted);
+    const auto unkept = of == Of::kKept ? unkept_.end() : unkept_.lower_bound(wanted);
+    if (kept == kept_.end()) return unkept == unkept_.end() ? nullptr : unkept->second;
+    return unkept != unkept_.end() && unkept->first < kept->first ? unkept->second : kept->second;
   }
 
  private:
-  using Blocks = std::set<std::pair<uint64_t, Evictable*>>;
-  Blocks all_, unkept_;
+  using Entry = std::pair<uint64_t, Evictable*>;
+  using Blocks = std::set<Entry>;
+  Blocks& BlocksLike(const Evictable& block) { return block.kept ? kept_ : unkept_; }
+  Blocks kept_, unkept_;
 };
 
 }  // namespace kvmanager

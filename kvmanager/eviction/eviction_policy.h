@@ -76,7 +76,8 @@ class EvictionPolicy {
   virtual void Evicted(const Evictable& block) = 0;
   /// The next to go of those that a payer pays for, or nullptr. It stays known until Remove.
   virtual Evictable* Victim(uint32_t payer) = 0;
-  /// The next to go of those that are not kept elsewhere, or nullptr.
+  /// The next to go of those that are kept elsewhere, or are not, or nullptr.
+  virtual Evictable* KeptVictim(uint32_t payer) = 0;
   virtual Evictable* UnkeptVictim(uint32_t payer) = 0;
 };
 

@@ -10,11 +10,14 @@
 
 #include "gtest/gtest.h"
 #include "kvmanager/eviction/cost_eviction.h"
+#include "kvmanager/eviction/evictable_queue.h"
 #include "kvmanager/eviction/return_model.h"
 #include "kvmanager/eviction/s3_fifo_eviction.h"
 
 namespace kvmanager {
 namespace {
+
+using Of = EvictableQueue::Of;
 
 // What a policy is told, and asked: a list of blocks, looked at from end to end.
 class Reference {
@@ -24,14 +27,14 @@ class Reference {
   virtual void Named(EvictionRun* run, Evictable* block) {}
   virtual void Touch(Evictable* block, const EvictionRun* run) {}
   virtual void Evicted(Evictable* block) {}
-  /// of_payer: the evictable ones of a payer; unkept: of them, those not kept elsewhere.
-  virtual Evictable* Next(const std::vector<Evictable*>& of_payer, bool unkept) = 0;
+  /// of_payer: the evictable ones of a payer that `which` says.
+  virtual Evictable* Next(const std::vector<Evictable*>& of_payer, Of which) = 0;
 };
 
 class LruReference final : public Reference {
  public:
   void Touch(Evictable* block, const EvictionRun* run) override { uses_.push_back(block); }
-  Evictable* Next(const std::vector<Evictable*>& of_payer, bool unkept) override {
+  Evictable* Next(const std::vector<Evictable*>& of_payer, Of which) override {
     // Whose last use is furthest back.
     Evictable* next = nullptr;
     size_t least = SIZE_MAX;
@@ -69,7 +72,7 @@ class S3FifoReference final : public Reference {
     std::erase(small_, block);
     std::erase(main_, block);
   }
-  Evictable* Next(const std::vector<Evictable*>& of_payer, bool unkept) override {
+  Evictable* Next(const std::vector<Evictable*>& of_payer, Of which) override {
     const auto first = [&](const std::vector<Evictable*>& queue) -> Evictable* {
       for (Evictable* const block : queue) {
         if (std::find(of_payer.begin(), of_payer.end(), block) != of_payer.end()) return block;
@@ -122,8 +125,8 @@ class CostReference final : public Reference {
     if (uses_ % 64 == 0) model_.Advance(uses_);
     if (uses_ % 1024 == 0) model_.Evaluate();
   }
-  Evictable* Next(const std::vector<Evictable*>& of_payer, bool unkept) override {
-    Choice& choice = choices_[{of_payer.empty() ? 0 : of_payer[0]->payer, unkept}];
+  Evictable* Next(const std::vector<Evictable*>& of_payer, Of which) override {
+    Choice& choice = choices_[{of_payer.empty() ? 0 : of_payer[0]->payer, which}];
     Evictable* next = nullptr;
     if (uses_ < choice.until) {
       for (Evictable* const block : of_payer) {
@@ -176,7 +179,7 @@ class CostReference final : public Reference {
   uint64_t uses_ = 0;
   ReturnModel model_;
   std::map<uint64_t, Note> notes_;  // of blocks and of ghosts
-  std::map<std::pair<uint32_t, bool>, Choice> choices_;
+  std::map<std::pair<uint32_t, Of>, Choice> choices_;
 };
 
 // Runs policy and reference side by side. The policy and the reference see runs of their own.
@@ -258,22 +261,25 @@ class Walk {
     }
     return of;
   }
+  void CompareSome(const std::vector<Evictable*>& of, Of which, Evictable* next) {
+    std::vector<Evictable*> some;
+    std::copy_if(of.begin(), of.end(), std::back_inserter(some),
+                 [which](const Evictable* each) { return each->kept == (which == Of::kKept); });
+    if (kind_ == EvictionKind::kS3Fifo) {  // which one depends on the others, too
+      ASSERT_EQ(next == nullptr, some.empty());
+      ASSERT_TRUE(next == nullptr || std::count(some.begin(), some.end(), next) == 1);
+    } else {
+      ASSERT_EQ(next, reference_->Next(some, which));
+    }
+  }
   void Evict() {
     const uint32_t payer = static_cast<uint32_t>(Below(kPayers));
     const std::vector<Evictable*> of = EvictableOf(payer);
     Evictable* const victim = policy_->Victim(payer);
-    ASSERT_EQ(victim, reference_->Next(of, /*unkept=*/false));
+    ASSERT_EQ(victim, reference_->Next(of, Of::kAll));
     EXPECT_EQ(policy_->Victim(payer), victim);  // it stays until it is removed
-    std::vector<Evictable*> all_unkept;
-    std::copy_if(of.begin(), of.end(), std::back_inserter(all_unkept),
-                 [](const Evictable* each) { return !each->kept; });
-    Evictable* const unkept = policy_->UnkeptVictim(payer);
-    if (kind_ == EvictionKind::kS3Fifo) {  // which one depends on blocks that are kept, too
-      ASSERT_EQ(unkept == nullptr, all_unkept.empty());
-      ASSERT_TRUE(unkept == nullptr || std::count(all_unkept.begin(), all_unkept.end(), unkept) == 1);
-    } else {
-      ASSERT_EQ(unkept, reference_->Next(all_unkept, /*unkept=*/true));
-    }
+    CompareSome(of, Of::kKept, policy_->KeptVictim(payer));
+    CompareSome(of, Of::kUnkept, policy_->UnkeptVictim(payer));
     EXPECT_EQ(policy_->Victim(kPayers), nullptr);
     if (victim == nullptr) return;
     ++evictions_;
@@ -323,6 +329,7 @@ TEST_P(EvictionPolicyTest, TheEndOfAChainGoesFirst) {
     policy->Remove(&chain[i]);
   }
   EXPECT_EQ(policy->Victim(0), nullptr);
+  EXPECT_EQ(policy->KeptVictim(0), nullptr);
   EXPECT_EQ(policy->UnkeptVictim(0), nullptr);
 }
 

@@ -30,13 +30,15 @@ class LruEviction final : public EvictionPolicy {
     if (of->second.empty()) payers_.erase(of);
   }
   void Evicted(const Evictable& block) override {}
-  Evictable* Victim(uint32_t payer) override { return First(payer, /*unkept=*/false); }
-  Evictable* UnkeptVictim(uint32_t payer) override { return First(payer, /*unkept=*/true); }
+  Evictable* Victim(uint32_t payer) override { return First(payer, Of::kAll); }
+  Evictable* KeptVictim(uint32_t payer) override { return First(payer, Of::kKept); }
+  Evictable* UnkeptVictim(uint32_t payer) override { return First(payer, Of::kUnkept); }
 
  private:
-  Evictable* First(uint32_t payer, bool unkept) const {
+  using Of = EvictableQueue::Of;
+  Evictable* First(uint32_t payer, Of which) const {
     const auto of = payers_.find(payer);
-    return of == payers_.end() ? nullptr : of->second.First(unkept);
+    return of == payers_.end() ? nullptr : of->second.First(which);
   }
 
   uint64_t uses_ = 0;

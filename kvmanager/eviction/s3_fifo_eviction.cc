@@ -62,7 +62,7 @@ class S3FifoEviction final : public EvictionPolicy, private S3Fifo {
     if (of == payers_.end()) return nullptr;
     Payer& payer = of->second;
     for (int moves = 0;; ++moves) {
-      Evictable* const front = payer.Front(/*unkept=*/false);
+      Evictable* const front = payer.Front(Of::kAll);
       Evictable::Notes& notes = front->notes;
       const bool from_small = notes.queue == kSmall;
       if (moves == kMovesMax || (from_small ? notes.frequency <= 1 : notes.frequency == 0)) return front;
@@ -74,23 +74,26 @@ class S3FifoEviction final : public EvictionPolicy, private S3Fifo {
       payer.main.Add(notes.order, front);
     }
   }
-  Evictable* UnkeptVictim(uint32_t id) override {
-    const auto of = payers_.find(id);
-    return of == payers_.end() ? nullptr : of->second.Front(/*unkept=*/true);
-  }
+  Evictable* KeptVictim(uint32_t payer) override { return Front(payer, Of::kKept); }
+  Evictable* UnkeptVictim(uint32_t payer) override { return Front(payer, Of::kUnkept); }
 
  private:
+  using Of = EvictableQueue::Of;
   struct Payer {
     EvictableQueue small, main;
     uint64_t bytes = 0, small_bytes = 0;  // of both, of the first
 
     EvictableQueue& QueueOf(const Evictable& block) { return block.notes.queue == kSmall ? small : main; }
-    Evictable* Front(bool unkept) const {
+    Evictable* Front(Of of) const {
       const bool small_first = small_bytes * 100 >= bytes * kSmallPercent;
-      Evictable* const front = (small_first ? small : main).First(unkept);
-      return front != nullptr ? front : (small_first ? main : small).First(unkept);
+      Evictable* const front = (small_first ? small : main).First(of);
+      return front != nullptr ? front : (small_first ? main : small).First(of);
     }
   };
+  Evictable* Front(uint32_t payer, Of which) const {
+    const auto of = payers_.find(payer);
+    return of == payers_.end() ? nullptr : of->second.Front(which);
+  }
 
   uint64_t uses_ = 0, orders_ = 0;
   uint32_t evicted_ = 0;  // wraps

@@ -57,10 +57,12 @@ class ArcEviction final : public EvictionPolicy {
     while (!ghosts_[kOnce].empty() && live_[kOnce] + ghosts_[kOnce].size() > resident) Forget(kOnce);
     while (!ghosts_[kOften].empty() && ghosts_[kOnce].size() + ghosts_[kOften].size() > resident) Forget(kOften);
   }
-  Evictable* Victim(uint32_t payer) override { return Next(/*unkept=*/false); }
-  Evictable* UnkeptVictim(uint32_t payer) override { return Next(/*unkept=*/true); }
+  Evictable* Victim(uint32_t payer) override { return Next(Of::kAll); }
+  Evictable* KeptVictim(uint32_t payer) override { return Next(Of::kKept); }
+  Evictable* UnkeptVictim(uint32_t payer) override { return Next(Of::kUnkept); }
 
  private:
+  using Of = EvictableQueue::Of;
   struct Ghost {
     List list = kOnce;
     std::list<uint64_t>::iterator place;
@@ -75,10 +77,10 @@ class ArcEviction final : public EvictionPolicy {
     where_.erase(ghosts_[list].front());
     ghosts_[list].pop_front();
   }
-  Evictable* Next(bool unkept) const {
+  Evictable* Next(Of which) const {
     const bool once = live_[kOnce] > 0 && static_cast<double>(live_[kOnce]) > once_target_;
-    Evictable* const next = lists_[once ? kOnce : kOften].First(unkept);
-    return next != nullptr ? next : lists_[once ? kOften : kOnce].First(unkept);
+    Evictable* const next = lists_[once ? kOnce : kOften].First(which);
+    return next != nullptr ? next : lists_[once ? kOften : kOnce].First(which);
   }
 
   uint64_t uses_ = 0;

@@ -24,17 +24,19 @@ class Optimum final : public EvictionPolicy {
     if (known) Add(block);
   }
   void Add(Evictable* block) override {
-    KV_CHECK(blocks_.insert(KeyOf(block)).second);
-    if (!block->kept) unkept_.insert(KeyOf(block));
+    KV_CHECK(BlocksLike(*block).insert(KeyOf(block)).second);
     block->evictable = true;
   }
   void Remove(Evictable* block) override {
-    KV_CHECK(blocks_.erase(KeyOf(block)) == 1);
-    unkept_.erase(KeyOf(block));
+    KV_CHECK(BlocksLike(*block).erase(KeyOf(block)) == 1);
     block->evictable = false;
   }
   void Evicted(const Evictable& block) override {}
-  Evictable* Victim(uint32_t payer) override { return Last(blocks_); }
+  Evictable* Victim(uint32_t payer) override {
+    const bool kept = unkept_.empty() || (!kept_.empty() && *unkept_.rbegin() < *kept_.rbegin());
+    return Last(kept ? kept_ : unkept_);
+  }
+  Evictable* KeptVictim(uint32_t payer) override { return Last(kept_); }
   Evictable* UnkeptVictim(uint32_t payer) override { return Last(unkept_); }
 
  private:
@@ -45,7 +47,8 @@ class Optimum final : public EvictionPolicy {
   }
 
   const std::function<size_t(uint64_t)> next_use_;
-  std::set<Key> blocks_, unkept_;
+  std::set<Key>& BlocksLike(const Evictable& block) { return block.kept ? kept_ : unkept_; }
+  std::set<Key> kept_, unkept_;
 };
 
 }  // namespace

@@ -60,6 +60,7 @@ class DiskWrites {
     on_leftovers_();
   }
   /// TierOwner's, of blocks in host memory.
+  bool WritesSoon() const { return parts_.disk != nullptr && parts_.disk->TakesWrites(); }
   bool CanDemote() const { return parts_.disk != nullptr && HasRoom(0) && parts_.disk->CanWrite(0); }
   bool Demote(Block* block);
 

@@ -31,6 +31,7 @@ class FakeDisk final : public BlockDisk {
     return found == stored.end() ? nullptr : &found->second.block;
   }
   void NoteUse(const CacheDigest&, absl::Span<const BlockName> names) override { uses += names.size(); }
+  bool TakesWrites() const override { return takes; }
   bool CanWrite(uint64_t) const override { return takes && writes_.size() < writes_max; }
   void Write(DiskRecord record, absl::string_view payer, std::vector<const uint8_t*> sources,
              absl::AnyInvocable<void(bool)> done) override {

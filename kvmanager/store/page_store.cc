@@ -155,6 +155,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     }
   }
   void Evict(Block* block, const Cache& taker) override { blocks_.Evict(block, taker); }
+  bool WritesSoon(const Tier& tier) const override { return &tier == tiers_[0].get() && disk_writes_.WritesSoon(); }
   bool CanDemote(const Tier& tier) const override {
     return &tier == tiers_[0].get() ? disk_writes_.CanDemote() : tier.can_move();
   }

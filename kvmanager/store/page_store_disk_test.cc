@@ -293,6 +293,33 @@ TEST_F(PageStoreDiskTest, ADiskThatTakesNothingCostsNothing) {
   EXPECT_GT(disk_.stored.size(), 100u);
 }
 
+// While a disk is slow, blocks that it has go first, though others were used before them.
+TEST_F(PageStoreDiskTest, WhatTheDiskHasGoesBeforeWhatItDoesNotHaveYet) {
+  pool_bytes_ = 4 << 20;
+  const CacheId cache = test().Open(MakeConfig("fake", 0));
+  std::vector<Text> written;
+  while (test().store_metrics.evicted_blocks.Value() == 0) {
+    written.push_back(MakeText(9 * kPage, 1000 * written.size()));
+    Publish(cache, written.back(), 8);
+    Finish();
+  }
+  disk_.writes_max = 0;
+  const Text waiting = MakeText(9 * kPage, 777);
+  const auto hits = [&](const Text& text) { return store().caches().Match(cache, Names(cache, text, 8))->hit_blocks; };
+  const auto crowd = [&](uint32_t first) {
+    for (const Text& text : written) hits(text);
+    for (uint32_t i = 0; i < 5; ++i) Publish(cache, MakeText(9 * kPage, first + 1000 * i), 8);
+  };
+  Publish(cache, waiting, 8);
+  crowd(333);
+  EXPECT_EQ(store().report().Use().unwritten_blocks, 6u * 8);
+  disk_.takes = false;  // it has failed: what it has is no better than the rest
+  EXPECT_EQ(hits(waiting), 8);
+  crowd(444);
+  crowd(555);
+  EXPECT_LT(hits(waiting), 8);
+}
+
 TEST_F(PageStoreDiskTest, AFailedWriteIsDoneAgainWhenTheDiskTakesBlocks) {
   const CacheId cache = test().Open(MakeConfig("fake", 0));
   const Text text = MakeText(3 * kPage);

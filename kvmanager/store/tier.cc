@@ -14,6 +14,9 @@ namespace {
 constexpr uint64_t kAheadShare = 8;
 constexpr int kDemotionsAtOnce = 16;
 constexpr uint64_t kDemotingBytesMax = uint64_t{256} << 20;
+// Blocks that wait for the disk stay until they are there, and others that it has go for them, while they are at most
+// such a share of the pool.
+constexpr uint64_t kUnkeptShare = 2;
 
 // Raw slots first, then those of each class, then activations if the cache keeps any.
 using SlotsOfAll = absl::InlinedVector<SlotPool::SlotsWanted, 2 + kSlotClassesMax>;
@@ -73,7 +76,7 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
           pool_->NextToGive(cache.tenant, wanted, [this](PayerId each) { return eviction_->Victim(each) != nullptr; });
       // Small slabs of others may join to a slab, and then serve otherwise than was counted.
       if (!payer.has_value()) return owner_->Exhausted(cache, counts);
-      auto* victim = static_cast<Block*>(eviction_->Victim(*payer));
+      Block* victim = NextToEvict(*payer);
       // What the lower tier has, too, goes at once; the rest goes there first, and that is waited for likewise. A disk
       // is not waited for: what it has not taken by now is lost.
       if (can_move()) {
@@ -153,6 +156,15 @@ void Tier::SetReclaimable(const Block& block, bool reclaimable) {
       }
     }
   }
+}
+
+// What the disk has, too, can be read again; what it has not yet would be lost.
+Block* Tier::NextToEvict(PayerId payer) const {
+  Evictable* next = nullptr;
+  if (owner_->WritesSoon(*this) && bytes_.evictable - bytes_.kept <= pool_->capacity_bytes() / kUnkeptShare) {
+    next = eviction_->KeptVictim(payer);
+  }
+  return static_cast<Block*>(next != nullptr ? next : eviction_->Victim(payer));
 }
 
 // Of whoever has most beyond its guarantee: who would give next, whoever asks.

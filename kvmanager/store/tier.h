@@ -37,6 +37,8 @@ class TierOwner {
   virtual void Evict(Block* block, const Cache& taker) = 0;
   /// Whether what `tier` has can be copied to the next lower tier, or to the disk, now.
   virtual bool CanDemote(const Tier& tier) const = 0;
+  /// Whether what a disk below `tier` has not taken yet will be there soon. False: there is none, or it failed lately.
+  virtual bool WritesSoon(const Tier& tier) const = 0;
   /// Starts to copy an evictable block there, and counts it (Tier::BeginDemotion). false: it is there (Block::kept), or
   /// it cannot go there.
   virtual bool Demote(Block* block) = 0;
@@ -115,6 +117,7 @@ class Tier {
  private:
   // What was evicted and has not all returned: it is room that only has to be waited for.
   uint64_t evicted_waiting_bytes() const { return retired_ - retired_slots() < evicted_until_ ? evicted_bytes_ : 0; }
+  Block* NextToEvict(PayerId payer) const;
   Block* NextToDemote() const;
   void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
 
