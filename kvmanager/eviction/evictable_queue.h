@@ -12,29 +12,33 @@
 
 namespace kvmanager {
 
-class EvictableQueue {
+/// Order: what blocks are compared by; a default one is the least.
+template <typename Order>
+class OrderedEvictables {
  public:
-  /// order: unique here.
-  void Add(uint64_t order, Evictable* block) {
+  /// order: unique here, of this block.
+  void Add(const Order& order, Evictable* block) {
     KV_CHECK(all_.emplace(order, block).second);
     if (!block->kept) unkept_.emplace(order, block);
   }
   /// As it was added.
-  void Remove(uint64_t order, Evictable* block) {
+  void Remove(const Order& order, Evictable* block) {
     KV_CHECK(all_.erase({order, block}) == 1);
     KV_CHECK(unkept_.erase({order, block}) == (block->kept ? 0 : 1));
   }
   bool empty() const { return all_.empty(); }
   /// The first of an order of at least `least`, or nullptr. unkept: of those not kept elsewhere.
-  Evictable* First(bool unkept, uint64_t least = 0) const {
+  Evictable* First(bool unkept, const Order& least = {}) const {
     const Blocks& blocks = unkept ? unkept_ : all_;
     const auto first = blocks.lower_bound({least, nullptr});
     return first == blocks.end() ? nullptr : first->second;
   }
 
  private:
-  using Blocks = std::set<std::pair<uint64_t, Evictable*>>;
+  using Blocks = std::set<std::pair<Order, Evictable*>>;
   Blocks all_, unkept_;
 };
+
+using EvictableQueue = OrderedEvictables<uint64_t>;
 
 }  // namespace kvmanager
