@@ -72,7 +72,10 @@ bool DiskWrites::MayFit(uint64_t bytes) const {
 
 void DiskWrites::NoteNamed(Block* block) {
   if (parts_.disk == nullptr || block->cache->tier != parts_.host) return;
-  if (parts_.disk->Find(block->cache->digest, block->name.key) != nullptr) return parts_.host->SetKept(block, true);
+  if (const DiskBlock* const there = parts_.disk->Find(block->cache->digest, block->name.key)) {
+    if (!there->retention.is_of_policy()) parts_.host->eviction().Retain(block, there->retention);
+    return parts_.host->SetKept(block, true);
+  }
   if (named_.size() >= kQueuedMax) return;
   named_.push_back({block->cache->id, block->name.key});
   Ask();
@@ -183,6 +186,7 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   writing_.erase(written);
   if (block->published && block->name.key == key) {
     if (durable) {
+      if (!block->retention.is_of_policy()) parts_.disk->Retain(cache->digest, key, block->retention);
       parts_.host->SetKept(block, true);
     } else if (!purged) {
       named_.push_front({cache->id, key});  // once the disk takes blocks again

@@ -38,7 +38,7 @@ Reservation::~Reservation() {
 }
 
 Tier::Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tier* lower, EvictionKind eviction,
-           TierOwner* owner)
+           const Clock* clock, TierOwner* owner)
     : device_(device.ordinal),
       memory_(std::move(memory)),
       lower_(lower),
@@ -47,7 +47,7 @@ Tier::Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tie
       epochs_(device.epochs),
       mover_(device.mover),
       owner_(owner),
-      eviction_(MakeEviction(eviction)) {}
+      eviction_(MakeRetainingEviction(eviction, clock)) {}
 
 bool Tier::CanReserve(const Cache& cache, const SlotCounts& counts) const {
   return pool_->CanAllocate(cache.tenant, WantedSlots(cache, counts), /*reclaim=*/true);
