@@ -171,6 +171,19 @@ class ClientImpl final : public Client {
     });
   }
 
+  absl::StatusOr<RetainOutcome> Retain(uint32_t cache_id, absl::Span<const BlockName> names,
+                                       const RetentionOptions& options) override {
+    using Result = absl::StatusOr<RetainOutcome>;
+    KV_RETURN_IF_ERROR(CheckRetention(options));
+    KV_RETURN_IF_ERROR(
+        CheckMessageBytes("names", kMessageOverheadBytes + names.size() * kBlockNameBytes, kMessageBytesMax));
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    auto request = admin->admin().retainRequest();
+    request.setCacheId(cache_id);
+    WriteRetention(names, options, request);
+    return admin->Call<Result>(std::move(request), [](auto& response) { return ReadRetained(response); });
+  }
+
   absl::Status Drain(bool on) override {
     KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
     const auto read = [](auto& response) { return FromWire(response.getStatus()); };

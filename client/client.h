@@ -171,6 +171,21 @@ struct WriteBlocksResult {
   uint32_t present = 0;  // that the daemon had already
 };
 
+/// How long published blocks are kept when memory is short, in every memory of the daemon and on its disk.
+struct RetentionOptions {
+  /// 0..100. Below 50: they go before all others of who pays for them (0: they will not return). 50: as the daemon's
+  /// eviction decides, which takes an earlier call back. Above: they go after all others, the lowest priority first,
+  /// then what ends first. Nothing is kept for good: whoever retains all that it pays for loses of that.
+  int priority = 50;
+  /// Until the eviction decides again: 0..315360000000 (ten years) milliseconds; 0: with the block, or the daemon.
+  int64_t ttl_ms = 0;
+};
+
+struct RetainOutcome {
+  uint64_t blocks = 0;  // of the names, that are in a memory or on the disk
+  uint64_t bytes = 0;   // of these, each copy counted
+};
+
 struct PrefixMatch {
   int hit_blocks = 0;
   Miss reason = Miss::kNone;
@@ -295,6 +310,8 @@ struct BlockExplanation {
   std::string owner;                     // whose it was then; empty: unknown
   std::string taker;                     // evicted: for whose request; empty: unknown
   bool other_tokens = false;             // what has its key there has other tokens: a miss
+  int priority = 50;                     // of one that is there: RetentionOptions; 50: the eviction decides
+  uint64_t retained_ms = 0;              // until the eviction decides again; 0: no end, or it does now
   uint32_t same_tokens_cache_id = 0;     // of one that is nowhere: of `others`, a cache that has the same tokens in
                                          // memory under another name; 0: none
 };
@@ -450,6 +467,12 @@ class Client {
   virtual absl::StatusOr<Explanation> Explain(uint32_t cache_id, absl::Span<const BlockName> names) {
     return absl::UnimplementedError("this client does not ask why blocks are missing");
   }
+  /// Cache::Retain, of any tenant's cache. Errors: INVALID_ARGUMENT (names, options), NOT_FOUND (cache); UNIMPLEMENTED
+  /// by daemons of earlier versions.
+  virtual absl::StatusOr<RetainOutcome> Retain(uint32_t cache_id, absl::Span<const BlockName> names,
+                                               const RetentionOptions& options) {
+    return absl::UnimplementedError("this client retains no blocks");
+  }
   /// Refuses new sequences, forks and incoming hand-offs; claims, outgoing hand-offs and all else go on.
   virtual absl::Status Drain(bool on) = 0;
   /// Published blocks that nothing pins; of one cache, or of all if `cache_id` is kAllCaches. Returns how many.
@@ -484,6 +507,14 @@ class Cache {
   virtual absl::StatusOr<CacheDescription> Refresh() = 0;
 
   virtual absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes) = 0;
+  /// How long these blocks are kept: published ones, in any order, at most 65,536. The last call for a block counts;
+  /// publishing it again and using it change nothing. It is forgotten when the daemon ends. A block is of no use
+  /// without its parents: retain them as well. What is nowhere is not counted, and no error. A name's `tokens` may be
+  /// all zeros: not known. Errors: INVALID_ARGUMENT naming priority, ttl_ms or names; UNIMPLEMENTED by daemons of
+  /// earlier versions.
+  virtual absl::StatusOr<RetainOutcome> Retain(absl::Span<const BlockName>, const RetentionOptions&) {
+    return absl::UnimplementedError("this client retains no blocks");
+  }
   /// prompt_tokens: of each sequence's prompt, its prefix included, for codecs whose queries choose what they read
   /// behind it ("pq"); 0, or no list: the prompt ends where the first append of a single token begins.
   virtual absl::StatusOr<std::vector<absl::StatusOr<CreatedSequence>>> CreateSequences(

@@ -271,6 +271,17 @@ class CacheImpl final : public Cache {
     });
   }
 
+  absl::StatusOr<RetainOutcome> Retain(absl::Span<const BlockName> names, const RetentionOptions& options) override {
+    using Result = absl::StatusOr<RetainOutcome>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    KV_RETURN_IF_ERROR(CheckRetention(options));
+    const uint64_t bytes = kMessageOverheadBytes + names.size() * kBlockNameBytes;
+    KV_RETURN_IF_ERROR(CheckMessageBytes("names", bytes, handle_.connection().message_bytes_max()));
+    auto request = handle_.cap().retainRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+    WriteRetention(names, options, request);
+    return handle_.connection().Call<Result>(std::move(request), [](auto& response) { return ReadRetained(response); });
+  }
+
   Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) override;
   Pending<absl::StatusOr<ReadResult>> ReadAsync(const ReadBatch& batch) override;
   Pending<absl::StatusOr<ReadBlocksResult>> ReadBlocksAsync(const BlockRange& range) override;

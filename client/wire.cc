@@ -213,6 +213,12 @@ LimitDescription FromWire(api::LimitInfo::Reader wire) {
   return limit;
 }
 
+absl::Status CheckRetention(const RetentionOptions& options) {
+  if (options.priority < 0 || options.priority > 100) return InvalidField("priority", options.priority, "0..100");
+  if (options.ttl_ms < 0) return InvalidField("ttl_ms", options.ttl_ms, "at least 0");
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Explanation> FromWire(api::Admin::ExplainResults::Reader wire) {
   KV_RETURN_IF_ERROR(CheckListed("blocks", wire.getBlocks().size()));
   KV_RETURN_IF_ERROR(CheckListed("other caches", wire.getOthers().size()));
@@ -231,6 +237,8 @@ absl::StatusOr<Explanation> FromWire(api::Admin::ExplainResults::Reader wire) {
          .owner = ToString(block.getOwner()),
          .taker = ToString(block.getTaker()),
          .other_tokens = block.getOtherTokens(),
+         .priority = block.getPriority(),
+         .retained_ms = block.getRetainedMs(),
          .same_tokens_cache_id = block.getSameTokensCacheId()});
   }
   for (const auto each : wire.getOthers()) {

@@ -46,6 +46,20 @@ SequenceDescription FromWire(api::SequenceInfo::Reader wire);
 absl::StatusOr<DaemonDescription> FromWire(api::DaemonStatus::Reader wire);
 PeerDescription FromWire(api::PeerStatus::Reader wire);
 LimitDescription FromWire(api::LimitInfo::Reader wire);
+/// Of what the wire cannot carry.
+absl::Status CheckRetention(const RetentionOptions& options);
+/// Request: retain's, of Cache or Admin. REQUIRES: CheckRetention(options).ok().
+template <typename Request>
+void WriteRetention(absl::Span<const BlockName> names, const RetentionOptions& options, Request& request) {
+  ToWire(names, request.initNames(static_cast<uint32_t>(names.size())));
+  request.setPriority(static_cast<uint8_t>(options.priority));
+  request.setTtlMs(static_cast<uint64_t>(options.ttl_ms));
+}
+template <typename Response>
+absl::StatusOr<RetainOutcome> ReadRetained(const Response& response) {
+  KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+  return RetainOutcome{response.getBlocks(), response.getBytes()};
+}
 /// INTERNAL: CheckListed.
 absl::StatusOr<Explanation> FromWire(api::Admin::ExplainResults::Reader wire);
 /// INTERNAL if a digest is not of 32 bytes; CheckListed.

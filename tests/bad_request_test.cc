@@ -585,6 +585,29 @@ TEST_F(BadRequestTest, SequencesNameWhatIsWrong) {
   ExpectRefused("a name without a key to explain", kInvalid, "names[0].key",
                 [&] { return explain([](auto r) { r.initNames(1); }); });
   EXPECT_EQ(explain([](auto) {}).getCode(), 0);
+  const auto retain = [&](const std::function<void(api::Cache::RetainParams::Builder)>& edit) {
+    auto request = cache_.retainRequest();
+    edit(request);
+    return Keep(request.send().wait(raw_->wait()).getStatus());
+  };
+  ExpectRefused("too many names to retain", kInvalid, "names",
+                [&] { return retain([](auto r) { r.initNames(65537); }); });
+  ExpectRefused("a name without a key to retain", kInvalid, "names[0].key",
+                [&] { return retain([](auto r) { r.initNames(1); }); });
+  for (const uint8_t priority : {101, 255}) {
+    ExpectRefused("a priority beyond all", kInvalid, "priority",
+                  [&] { return retain([&](auto r) { r.setPriority(priority); }); });
+  }
+  for (const uint64_t ttl_ms : {uint64_t{315360000001}, uint64_t{1} << 62, UINT64_MAX}) {
+    ExpectRefused("a time beyond all", kInvalid, "ttlMs", [&] { return retain([&](auto r) { r.setTtlMs(ttl_ms); }); });
+  }
+  EXPECT_EQ(retain([](auto r) { r.setTtlMs(315360000000); }).getCode(), 0);
+  ExpectRefused("an unknown cache to retain blocks of", kNotFound, "cache", [&] {
+    api::Admin::Client admin = connection_->daemon.adminRequest().send().wait(raw_->wait()).getAdmin();
+    auto request = admin.retainRequest();
+    request.setCacheId(999);
+    return Keep(request.send().wait(raw_->wait()).getStatus());
+  });
   // The layers differ: no fork.
   ASSERT_EQ(Append(cache_, sequence_id_, 0, 100, 1).getCode(), 0);
   ExpectRefused("fork between two layers", kPrecondition, "tokens", [&] {

@@ -175,6 +175,11 @@ TEST_F(LoopTest, WithTheLongestSequences) {
     EXPECT_EQ(nowhere.blocks.at(kMostBlocks - 1).place, client::BlockPlace::kNowhere);
     EXPECT_EQ(LongTurns("explain of 60,000 that are nowhere, beside 60,000 blocks"), 0);
   }
+  for (const int priority : {100, 0, 50}) {
+    ASSERT_OK_AND_ASSIGN(const auto retained, cache_->Retain(names, {.priority = priority, .ttl_ms = 60000}));
+    EXPECT_EQ(retained.blocks, uint64_t{kMostBlocks});
+    EXPECT_EQ(LongTurns(absl::StrCat("retain of 60,000 blocks in use at priority ", priority)), 0);
+  }
   ASSERT_OK(equal.sequence->Crop(kPageTokens));
   EXPECT_EQ(LongTurns("crop to one block"), 0);
   equal.sequence.reset();
@@ -211,6 +216,19 @@ TEST_F(LoopTest, WithTheLongestPrefixOnADisk) {
     EXPECT_EQ(created.match.hit_blocks, kMostBlocks);
     EXPECT_EQ(LongTurns("createSequences with it"), 0);
   }
+  // In memory and on the disk, evictable in both.
+  ASSERT_OK(client_->Ping());
+  ASSERT_TRUE(Eventually([&] { return client_->Status()->leases == 0; }));
+  LongTurns("drop of both");
+  for (const int priority : {100, 0, 80}) {
+    ASSERT_OK_AND_ASSIGN(const auto retained, cache_->Retain(names, {.priority = priority, .ttl_ms = 60000}));
+    EXPECT_EQ(retained.blocks, uint64_t{kMostBlocks});
+    EXPECT_EQ(LongTurns(absl::StrCat("retain of them at priority ", priority)), 0);
+  }
+  ASSERT_OK(cache_->Retain(names, {.priority = 80, .ttl_ms = 1}));
+  ASSERT_OK(cache_->Retain({}, {}));
+  ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_retained_blocks") < kMostBlocks; }));
+  EXPECT_EQ(LongTurns("their ends"), 0);
 }
 
 // What another tenant wrote is zeroed before somebody else has it.

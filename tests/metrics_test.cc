@@ -88,6 +88,8 @@ void WalkEveryPath(DaemonProcess& daemon, DaemonProcess& peer) {
     ASSERT_OK(claimed.sequence->HandOff(daemon.peer(), ""));
     EXPECT_FALSE(made.sequence->HandOff("127.0.0.1:1", "").ok());
   }
+  ASSERT_OK_AND_ASSIGN(auto kept, client->OpenCache(SmallCache("raw", 1)));
+  EXPECT_OK(kept->Retain(Names(*kept, {1, Kind::kNormal, SmallCache("raw", 1)}, 5), {.priority = 80}));
   EXPECT_OK(client->Caches());
   EXPECT_OK(client->Sequences());
   EXPECT_OK(client->Peers());
@@ -109,7 +111,8 @@ TEST(MetricsTest, TheCatalogueIsTheMetricsPage) {
   MetricsPage page;
   EXPECT_TRUE(Eventually([&] {
     page = *Scrape(*daemon);
-    return page.Sum("kvmanager_codec_relative_error_count") > 0 && page.families.count("kvmanager_tenant_bytes") > 0;
+    return page.Sum("kvmanager_codec_relative_error_count") > 0 && page.families.count("kvmanager_tenant_bytes") > 0 &&
+           page.families.count("kvmanager_retained_bytes") > 0;
   }));
   std::string missing;
   for (const auto& [name, row] : catalogue) {

@@ -112,6 +112,19 @@ int kvm_match(kvm_object* cache, const uint8_t* names, const uint32_t* blocks, u
   });
 }
 
+int kvm_retain(kvm_object* cache, const uint8_t* names, uint32_t blocks, int32_t priority, int64_t ttl_ms,
+               uint64_t* values) {
+  return Ask(cache, [&](CacheObject& object) -> absl::Status {
+    KV_ASSIGN_OR_RETURN(const RetainOutcome outcome,
+                        object.handle->Retain({reinterpret_cast<const kvmanager::BlockName*>(names), blocks},
+                                              {.priority = priority, .ttl_ms = ttl_ms}));
+    values[0] = outcome.blocks;
+    values[1] = outcome.bytes;
+    values[2] = 0;
+    return absl::OkStatus();
+  });
+}
+
 int kvm_create_sequences(kvm_object* cache, const uint8_t* names, const uint32_t* blocks, const uint64_t* prompt_tokens,
                          uint32_t prefixes, kvm_created* created) {
   for (uint32_t i = 0; i < prefixes; ++i) created[i] = {};

@@ -231,6 +231,23 @@ int kvm_explain(kvm_object* client, int64_t cache_id, const uint8_t* names, uint
   });
 }
 
+int kvm_retain_in_cache(kvm_object* client, int64_t cache_id, const uint8_t* names, uint32_t blocks, int32_t priority,
+                        int64_t ttl_ms, uint64_t* values) {
+  return Ask(client, [&](Client& handle) -> absl::Status {
+    if (cache_id < 0 || cache_id > UINT32_MAX) {
+      return kvmanager::InvalidField("cache_id", cache_id, absl::StrCat("0..", UINT32_MAX));
+    }
+    KV_ASSIGN_OR_RETURN(
+        const auto outcome,
+        handle.Retain(static_cast<uint32_t>(cache_id), {reinterpret_cast<const kvmanager::BlockName*>(names), blocks},
+                      {.priority = priority, .ttl_ms = ttl_ms}));
+    values[0] = outcome.blocks;
+    values[1] = outcome.bytes;
+    values[2] = 0;
+    return absl::OkStatus();
+  });
+}
+
 int kvm_drain(kvm_object* client, int on) {
   return Ask(client, [on](Client& handle) { return handle.Drain(on != 0); });
 }

@@ -185,6 +185,8 @@ json Describe(const Explanation& e) {
                       {"owner", block.owner},
                       {"taker", block.taker},
                       {"other_tokens", block.other_tokens},
+                      {"priority", block.priority},
+                      {"retained_ms", block.retained_ms},
                       {"same_tokens_cache_id", block.same_tokens_cache_id}});
   }
   for (const Explanation::Other& other : e.others) {

@@ -59,6 +59,9 @@ KVM_API int kvm_recompute(kvm_object* client);
 KVM_API int kvm_limits(kvm_object* client);
 /* Why these blocks, of `names` as of kvm_name_blocks, are found or not. cache_id: whose names they are; 0: of any. */
 KVM_API int kvm_explain(kvm_object* client, int64_t cache_id, const uint8_t* names, uint32_t blocks);
+/* kvm_retain of any tenant's cache, with this id. */
+KVM_API int kvm_retain_in_cache(kvm_object* client, int64_t cache_id, const uint8_t* names, uint32_t blocks,
+                                int32_t priority, int64_t ttl_ms, uint64_t* values);
 KVM_API int kvm_drain(kvm_object* client, int on);
 KVM_API int kvm_purge(kvm_object* client, int64_t cache_id, uint64_t* blocks); /* cache_id: -1: all */
 
@@ -94,6 +97,12 @@ typedef struct kvm_match_result {
 /* names: those of all prefixes behind one another; blocks: [prefixes]. */
 KVM_API int kvm_match(kvm_object* cache, const uint8_t* names, const uint32_t* blocks, uint32_t prefixes,
                       kvm_match_result* results);
+
+/* How long published blocks are kept when memory is short (client/client.h, RetentionOptions). names: [blocks][64] as
+ * of kvm_name_blocks, in any order. priority: 0..100; 50: as the daemon's eviction decides. ttl_ms: 0..315360000000; 0:
+ * no end. values: blocks found, their bytes, 0. */
+KVM_API int kvm_retain(kvm_object* cache, const uint8_t* names, uint32_t blocks, int32_t priority, int64_t ttl_ms,
+                       uint64_t* values);
 
 typedef struct kvm_created {
   kvm_object* sequence; /* NULL: `code` says why, and the text's array has the error in this place */

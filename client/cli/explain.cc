@@ -1,13 +1,9 @@
 #include "client/cli/explain.h"
 
 #include <algorithm>
-#include <cstring>
-#include <fstream>
 #include <set>
 #include <utility>
 
-#include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/format.h"
@@ -20,21 +16,6 @@ using nlohmann::json;
 
 constexpr size_t kKeyBytesShown = 6;
 constexpr size_t kNamesMax = 65536;  // of one call
-
-absl::StatusOr<std::string> ReadTokensFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file.is_open()) {
-    return FieldError(absl::StatusCode::kNotFound, "--tokens", path, "a file that can be read");
-  }
-  std::string text;
-  char chunk[1 << 16];
-  while (file.read(chunk, sizeof chunk), file.gcount() > 0) {
-    text.append(chunk, static_cast<size_t>(file.gcount()));
-    if (text.size() <= kTokensFileBytesMax) continue;
-    return InvalidField("--tokens", "more bytes", absl::StrCat("at most ", kTokensFileBytesMax, " bytes"));
-  }
-  return text;
-}
 
 bool IsThere(const BlockExplanation& block) { return block.place != BlockPlace::kNowhere && !block.other_tokens; }
 
@@ -83,20 +64,36 @@ struct Row {
   std::string where, why;
   double seconds_ago = 0;  // of the one that went last
   bool went = false;
+  int priority = 0;
+  uint64_t retained_ms = 0;  // of the one whose retention ends first; 0: none ends
+
+  bool IsLike(const Row& other) const {
+    return where == other.where && why == other.why && priority == other.priority &&
+           (retained_ms == 0) == (other.retained_ms == 0);
+  }
 };
+
+// "-": the daemon's eviction decides.
+std::string Retained(const Row& row) {
+  if (row.priority == RetentionOptions().priority) return "-";
+  if (row.retained_ms == 0) return absl::StrCat(row.priority);
+  return absl::StrCat(row.priority, " for ", FormatSeconds(static_cast<double>(row.retained_ms) * 1e-3));
+}
 
 std::vector<Row> RowsOf(const ExplainedPrompt& prompt) {
   std::vector<Row> rows;
   for (size_t i = 0; i < prompt.explanation.blocks.size(); ++i) {
     const BlockExplanation& block = prompt.explanation.blocks[i];
     const bool went = block.place == BlockPlace::kNowhere && block.loss != BlockLoss::kUnknown;
-    Row row{i, i, Where(block), Why(block, prompt.explanation), block.seconds_ago, went};
-    if (rows.empty() || rows.back().where != row.where || rows.back().why != row.why) {
+    Row row{
+        i, i, Where(block), Why(block, prompt.explanation), block.seconds_ago, went, block.priority, block.retained_ms};
+    if (rows.empty() || !rows.back().IsLike(row)) {
       rows.push_back(std::move(row));
       continue;
     }
     rows.back().last = i;
     rows.back().seconds_ago = std::min(rows.back().seconds_ago, row.seconds_ago);
+    rows.back().retained_ms = std::min(rows.back().retained_ms, row.retained_ms);
   }
   return rows;
 }
@@ -121,79 +118,25 @@ json OthersToJson(const Explanation& explanation) {
 
 }  // namespace
 
-absl::StatusOr<std::vector<uint32_t>> ParseTokenIds(absl::string_view text) {
-  const auto wrong = [] {
-    return FieldError(absl::StatusCode::kInvalidArgument, "--tokens", "something else",
-                      "a JSON list of token ids, each 0..4294967295: [1, 15043, 3186]");
-  };
-  bool nested = false;
-  const json list = json::parse(
-      text.begin(), text.end(),
-      [&nested](int depth, json::parse_event_t event, json&) {
-        nested |=
-            depth > 0 && (event == json::parse_event_t::array_start || event == json::parse_event_t::object_start);
-        return !nested;
-      },
-      /*allow_exceptions=*/false);
-  if (nested || !list.is_array()) return wrong();
-  std::vector<uint32_t> ids;
-  ids.reserve(list.size());
-  for (const json& id : list) {
-    if (!id.is_number_unsigned() || id.get<uint64_t>() > UINT32_MAX) return wrong();
-    ids.push_back(id.get<uint32_t>());
-  }
-  return ids;
-}
-
-absl::StatusOr<std::vector<BlockName>> ParseKeys(absl::Span<const std::string> keys) {
-  std::vector<BlockName> names;
-  for (const std::string& key : keys) {
-    BlockName& name = names.emplace_back();
-    const bool is_hex = std::all_of(key.begin(), key.end(), [](char c) { return absl::ascii_isxdigit(c); });
-    if (!is_hex || key.size() != 2 * name.key.bytes.size()) {
-      return InvalidField(absl::StrCat("--keys[", names.size() - 1, "]"), absl::StrCat(key.size(), " characters"),
-                          "64 hexadecimal digits");
-    }
-    const std::string bytes = absl::HexStringToBytes(key);
-    std::memcpy(name.key.bytes.data(), bytes.data(), bytes.size());
-  }
-  return names;
-}
-
-absl::StatusOr<ExplainedPrompt> Explain(Client& client, const ExplainArguments& arguments) {
+absl::StatusOr<ExplainedPrompt> Explain(Client& client, const PromptArguments& arguments) {
   ExplainedPrompt prompt;
-  if (arguments.tokens.empty()) {
-    KV_ASSIGN_OR_RETURN(prompt.names, ParseKeys(arguments.keys));
-    KV_ASSIGN_OR_RETURN(prompt.explanation, client.Explain(arguments.cache.value_or(0), prompt.names));
-    return prompt;
-  }
-  KV_ASSIGN_OR_RETURN(const std::string text, ReadTokensFile(arguments.tokens));
-  KV_ASSIGN_OR_RETURN(const std::vector<uint32_t> ids, ParseTokenIds(text));
-  KV_ASSIGN_OR_RETURN(const std::vector<CacheDescription> caches, client.Caches());
   const uint32_t id = arguments.cache.value_or(0);
-  const auto cache = std::find_if(caches.begin(), caches.end(), [&](const auto& each) { return each.id == id; });
-  if (cache == caches.end()) {
-    return FieldError(absl::StatusCode::kNotFound, "--cache", absl::StrCat(id), "an id that `kvctl caches` shows");
-  }
-  prompt.page_tokens = cache->options.page_tokens;
-  if (ids.size() < static_cast<size_t>(prompt.page_tokens)) {
-    return InvalidField("--tokens (ids)", ids.size(),
-                        absl::StrCat("at least ", prompt.page_tokens, ", the tokens of one block of cache ", id));
-  }
-  NameBlocks(cache->digest, ids, prompt.page_tokens, &prompt.names);
-  prompt.unnamed_tokens = ids.size() % static_cast<size_t>(prompt.page_tokens);
+  KV_ASSIGN_OR_RETURN(NamedPrompt named, NamePrompt(client, arguments));
+  prompt.names = std::move(named.names);
+  prompt.page_tokens = named.page_tokens;
+  prompt.unnamed_tokens = named.unnamed_tokens;
   KV_ASSIGN_OR_RETURN(prompt.explanation, client.Explain(id, prompt.names));
   const auto& blocks = prompt.explanation.blocks;
-  if (std::all_of(blocks.begin(), blocks.end(), IsThere)) return prompt;
+  if (prompt.page_tokens == 0 || std::all_of(blocks.begin(), blocks.end(), IsThere)) return prompt;
   // What other caches have of these tokens in pages of another size has other digests of tokens.
   std::set<int> sizes;
-  for (const CacheDescription& each : caches) {
+  for (const CacheDescription& each : named.caches) {
     if (each.published_blocks > 0) sizes.insert(each.options.page_tokens);
   }
   sizes.erase(prompt.page_tokens);
   for (const int page_tokens : sizes) {
     std::vector<BlockName> names;
-    NameBlocks(cache->digest, ids, page_tokens, &names);
+    NameBlocks(named.digest, named.ids, page_tokens, &names);
     names.resize(std::min(names.size(), kNamesMax));
     KV_ASSIGN_OR_RETURN(Explanation explanation, client.Explain(id, names));
     if (WithSameTokens(explanation) > 0) prompt.other_pages.push_back({page_tokens, std::move(explanation)});
@@ -218,10 +161,11 @@ std::string FormatExplained(const ExplainedPrompt& prompt) {
     const size_t page_tokens = static_cast<size_t>(prompt.page_tokens);
     rows.push_back({absl::StrCat(row.first), absl::StrCat(row.last - row.first + 1),
                     page_tokens == 0 ? "-" : absl::StrCat(row.first * page_tokens),
-                    prompt.names[row.first].key.ToHex(kKeyBytesShown), row.where,
+                    prompt.names[row.first].key.ToHex(kKeyBytesShown), row.where, Retained(row),
                     row.went ? FormatSeconds(row.seconds_ago) : "-", row.why});
   }
-  absl::StrAppend(&text, "\n", FormatTable({"BLOCK", "BLOCKS", "TOKEN", "KEY", "WHERE", "WENT AGO", "WHY NOT"}, rows),
+  absl::StrAppend(&text, "\n",
+                  FormatTable({"BLOCK", "BLOCKS", "TOKEN", "KEY", "WHERE", "RETAINED", "WENT AGO", "WHY NOT"}, rows),
                   "\n");
   for (const ExplainedPrompt::OtherPages& other : prompt.other_pages) {
     absl::StrAppend(&text, "in pages of ", other.page_tokens, " tokens ", WithSameTokens(other.explanation), " of ",
@@ -250,6 +194,8 @@ json ToJson(const ExplainedPrompt& prompt) {
                       {"owner", Utf8(block.owner)},
                       {"taker", Utf8(block.taker)},
                       {"other_tokens", block.other_tokens},
+                      {"priority", block.priority},
+                      {"retained_seconds", static_cast<double>(block.retained_ms) * 1e-3},
                       {"same_tokens_cache_id", block.same_tokens_cache_id}});
   }
   json pages = json::array();

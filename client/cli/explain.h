@@ -3,24 +3,14 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
-#include "absl/types/span.h"
+#include "client/cli/prompt_names.h"
 #include "client/client.h"
 
 namespace kvmanager::client::cli {
-
-struct ExplainArguments {
-  std::optional<uint32_t> cache;  // an id
-  std::string tokens;             // a file with token ids; empty: of keys
-  std::vector<std::string> keys;  // hexadecimal
-};
-
-constexpr uint64_t kTokensFileBytesMax = uint64_t{64} << 20;
 
 /// What was asked, and the daemon's answers.
 struct ExplainedPrompt {
@@ -36,14 +26,8 @@ struct ExplainedPrompt {
   std::vector<OtherPages> other_pages;
 };
 
-/// A list of token ids in JSON, each 0..2^32 - 1. Errors: INVALID_ARGUMENT.
-absl::StatusOr<std::vector<uint32_t>> ParseTokenIds(absl::string_view json);
-/// Keys of 64 hexadecimal digits. Errors: INVALID_ARGUMENT.
-absl::StatusOr<std::vector<BlockName>> ParseKeys(absl::Span<const std::string> keys);
-
-/// Names the blocks as the client library does, and asks. Errors: INVALID_ARGUMENT (arguments, file), NOT_FOUND (cache,
-/// file), the client's.
-absl::StatusOr<ExplainedPrompt> Explain(Client& client, const ExplainArguments& arguments);
+/// Names the blocks, and asks. Errors: NamePrompt's, the client's.
+absl::StatusOr<ExplainedPrompt> Explain(Client& client, const PromptArguments& arguments);
 
 /// A summary, and a table in which neighbours with the same answer share a row, whose time is that of the last to go.
 std::string FormatExplained(const ExplainedPrompt& prompt);

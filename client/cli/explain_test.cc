@@ -32,23 +32,27 @@ TEST(Explain, TableFoldsNeighboursAndSaysWhy) {
                                    There(BlockPlace::kArriving, "host"), There(BlockPlace::kDisk, "disk"), evicted,
                                    earlier, elsewhere, Gone(BlockLoss::kPurged, "disk", 1)});
   prompt.explanation.others.push_back({7, "cccccccc", "device:0", {"tenant", "codec"}});
+  prompt.explanation.blocks[0].priority = prompt.explanation.blocks[1].priority = 100;
+  prompt.explanation.blocks[3].priority = 80;
+  prompt.explanation.blocks[3].retained_ms = 59000;
   prompt.unnamed_tokens = 9;
-  EXPECT_EQ(
-      FormatExplained(prompt),
-      "4 of 8 blocks are there, 4 before the first miss\n"
-      "the last 9 tokens fill no block and have no name\n"
-      "\n"
-      "BLOCK  BLOCKS  TOKEN  KEY           WHERE    WENT AGO  WHY NOT\n"
-      "    0       2      0  a0a0a0a0a0a0  host     -         -\n"
-      "    2       1    128  a2a2a2a2a2a2  to host  -         -\n"
-      "    3       1    192  a3a3a3a3a3a3  disk     -         -\n"
-      "    4       2    256  a4a4a4a4a4a4  -           5.0 s  evicted from host for tenant bbbbbbbb; it was of tenant "
-      "aaaaaaaa\n"
-      "    6       1    384  a6a6a6a6a6a6  -        -         never stored, as far as the daemon remembers; cache 7 "
-      "(device:0, tenant cccccccc) has these tokens: it differs in tenant, codec\n"
-      "    7       1    448  a7a7a7a7a7a7  -           1.0 s  purged by an operator, from disk\n"
-      "\n"
-      "The daemon remembers how 12 blocks went, of at most 65536, and goes back 4 m 05 s.\n");
+  EXPECT_EQ(FormatExplained(prompt),
+            "4 of 8 blocks are there, 4 before the first miss\n"
+            "the last 9 tokens fill no block and have no name\n"
+            "\n"
+            "BLOCK  BLOCKS  TOKEN  KEY           WHERE         RETAINED  WENT AGO  WHY NOT\n"
+            "    0       2      0  a0a0a0a0a0a0  host               100  -         -\n"
+            "    2       1    128  a2a2a2a2a2a2  to host  -              -         -\n"
+            "    3       1    192  a3a3a3a3a3a3  disk     80 for 59.0 s  -         -\n"
+            "    4       2    256  a4a4a4a4a4a4  -        -                 5.0 s  evicted from host for tenant "
+            "bbbbbbbb; it was of tenant "
+            "aaaaaaaa\n"
+            "    6       1    384  a6a6a6a6a6a6  -        -              -         never stored, as far as the daemon "
+            "remembers; cache 7 "
+            "(device:0, tenant cccccccc) has these tokens: it differs in tenant, codec\n"
+            "    7       1    448  a7a7a7a7a7a7  -        -                 1.0 s  purged by an operator, from disk\n"
+            "\n"
+            "The daemon remembers how 12 blocks went, of at most 65536, and goes back 4 m 05 s.\n");
 }
 
 TEST(Explain, OtherReasons) {
@@ -76,6 +80,8 @@ TEST(Explain, Json) {
   prompt.explanation.blocks[1].owner = "\xff";  // whatever a daemon says
   const nlohmann::json json = ToJson(prompt);
   EXPECT_EQ(json["blocks"][0]["place"], "disk");
+  EXPECT_EQ(json["blocks"][0]["priority"], 50);
+  EXPECT_EQ(json["blocks"][0]["retained_seconds"], 0);
   EXPECT_TRUE(json["blocks"][0]["loss"].is_null());
   EXPECT_EQ(json["blocks"][1]["place"], "nowhere");
   EXPECT_EQ(json["blocks"][1]["loss"], "evicted");

@@ -1,5 +1,6 @@
-// kvctl: looks at a running kvmanagerd, drains it, purges what it has published; trains calibration artifacts, writes
-// captures and tunes policies; explains how K and V are best reloaded; replays traces through eviction policies.
+// kvctl: looks at a running kvmanagerd, drains it, purges and retains what it has published; trains calibration
+// artifacts, writes captures and tunes policies; explains how K and V are best reloaded; replays traces through
+// eviction policies.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -18,6 +19,7 @@
 #include "client/cli/explain.h"
 #include "client/cli/format.h"
 #include "client/cli/measured_plan.h"
+#include "client/cli/retain.h"
 #include "client/cli/top.h"
 #include "client/client.h"
 #include "client/dial.h"
@@ -49,7 +51,9 @@ struct Arguments {
   bool purge_all = false;
   std::string plan_cache, plan_peer;
   std::string explain_cache;
-  ExplainArguments explain;
+  PromptArguments explain;
+  std::string retain_cache;
+  RetainArguments retain;
 };
 
 int Fail(const absl::Status& error, const Arguments& arguments) {
@@ -119,7 +123,7 @@ int Purge(Client& client, const Arguments& arguments, uint32_t cache_id) {
 int Main(int argc, char** argv) {
   Arguments arguments;
   CLI::App app{
-      "kvctl looks at a running kvmanagerd, drains it, and purges what it has published.\n\n"
+      "kvctl looks at a running kvmanagerd, drains it, and purges or retains what it has published.\n\n"
       "  kvctl status                       what the daemon is, how full its memory is\n"
       "  kvctl top                          what it does now: memory, hits, times, transfers, holders, errors\n"
       "  kvctl caches                       which models' caches, their codecs and sizes\n"
@@ -130,6 +134,8 @@ int Main(int argc, char** argv) {
       "  kvctl limits                       what clients and tenants may have at most, and what they have now\n"
       "  kvctl explain --cache 3 --tokens PROMPT.json\n"
       "                                     why a prompt missed: where each of its blocks is, or how it went\n"
+      "  kvctl retain --cache 3 --tokens PROMPT.json --priority 80 --ttl-s 3600\n"
+      "                                     keep the blocks of a prompt longer than others, for an hour\n"
       "  kvctl drain                        before a restart: take in nothing new\n"
       "  kvctl drain --off                  take it back (the same as undrain)\n"
       "  kvctl purge --cache 3              forget the published blocks of cache 3 that nobody holds\n"
@@ -213,7 +219,9 @@ int Main(int argc, char** argv) {
       "  kvctl explain --keys HEX HEX                   keys from an engine's log, of any cache that is open\n"
       "  kvctl explain --cache 3 --tokens PROMPT.json --json | jq '.blocks[] | select(.place == \"nowhere\")'\n\n"
       "A prompt hits up to its first block that is not there. WHERE is the memory, or `disk`, that has the block;\n"
-      "`to host`: it is on its way there. Of the others WHY NOT says\n"
+      "`to host`: it is on its way there. RETAINED is a priority that `kvctl retain` or an engine gave it, and for "
+      "how\n"
+      "long still. Of the others WHY NOT says\n"
       "evicted       room was short: from where, for whose request, and whose it was (labels of tenants, as\n"
       "              `kvctl caches` shows them); see --host-pool-bytes, shares in --tenants, --disk-path\n"
       "purged        by `kvctl purge`\n"
@@ -231,6 +239,32 @@ int Main(int argc, char** argv) {
   explain
       ->add_option("--keys", arguments.explain.keys, "keys of blocks, 64 hexadecimal digits each, instead of a prompt")
       ->excludes(explain_tokens);
+  auto* retain = app.add_subcommand(
+      "retain",
+      "How long the blocks of a prompt are kept when memory is short\n\n"
+      "  kvctl retain --cache 3 --tokens PROMPT.json --priority 80 --ttl-s 3600\n"
+      "                                             an hour longer than others of their tenant\n"
+      "  kvctl retain --cache 3 --tokens PROMPT.json --priority 100      last of all, as long as the daemon runs\n"
+      "  kvctl retain --cache 3 --tokens PROMPT.json --priority 0 --blocks 12..40\n"
+      "                                             these will not return: they go first\n"
+      "  kvctl retain --cache 3 --keys HEX HEX --priority 50             as usual again\n\n"
+      "Of a tenant's blocks those below 50 go first, the lowest before others; then those that the daemon's eviction\n"
+      "chooses; then those above 50, the lowest before others. A tenant that retains all that it has loses of that,\n"
+      "and no other tenant does. `kvctl explain` shows what is retained.");
+  retain->add_option("--cache", arguments.retain_cache, "of this cache: an id that `kvctl caches` shows")->required();
+  auto* retain_tokens = retain->add_option("--tokens", arguments.retain.prompt.tokens,
+                                           "a file with the prompt's token ids: a list in JSON");
+  retain
+      ->add_option("--keys", arguments.retain.prompt.keys,
+                   "keys of blocks, 64 hexadecimal digits each, instead of a prompt")
+      ->excludes(retain_tokens);
+  retain->add_option("--priority", arguments.retain.priority, "0..100; 50: the daemon's eviction decides")
+      ->check(CLI::Range(0, 100))
+      ->required();
+  retain->add_option("--ttl-s", arguments.retain.ttl_s, "seconds until it is as usual again; 0: no end")
+      ->check(CLI::Range(0.0, kTtlSMax))
+      ->capture_default_str();
+  retain->add_option("--blocks", arguments.retain.blocks, "FIRST..LAST of these, from 0 on (default: all)");
   auto* drain = app.add_subcommand(
       "drain", "Take in no new sequences, forks or hand-offs; those that exist go on and can be claimed");
   drain->add_flag("--off", arguments.drain_off, "serve again");
@@ -301,6 +335,15 @@ int Main(int argc, char** argv) {
     }
     if (id > 0) arguments.explain.cache = id;
   }
+  if (retain->parsed()) {
+    const PromptArguments& prompt = arguments.retain.prompt;
+    if (prompt.tokens.empty() && prompt.keys.empty()) return misused("retain wants --tokens FILE, or --keys");
+    uint32_t id = 0;
+    if (!absl::SimpleAtoi(arguments.retain_cache, &id) || id == 0) {
+      return misused(absl::StrCat("--cache is ", arguments.retain_cache, ", must be an id that `kvctl caches` shows"));
+    }
+    arguments.retain.prompt.cache = id;
+  }
 
   std::string token;
   if (!arguments.token_file.empty()) {
@@ -339,6 +382,7 @@ int Main(int argc, char** argv) {
   if (peers->parsed()) return Show((*client)->Peers(arguments.peers), arguments, FormatPeers);
   if (limits->parsed()) return Show((*client)->Limits(), arguments, FormatLimits);
   if (explain->parsed()) return Show(Explain(**client, arguments.explain), arguments, FormatExplained);
+  if (retain->parsed()) return Show(Retain(**client, arguments.retain), arguments, FormatRetained);
   if (drain->parsed()) return Drain(**client, arguments, !arguments.drain_off);
   if (undrain->parsed()) return Drain(**client, arguments, false);
   return Purge(**client, arguments, cache_id);

@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 15;
+const apiMinor :UInt16 = 16;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -386,6 +386,15 @@ interface Cache {
   # Copies blocks that are found by name into an arena, and verifies them: a block whose checksum is wrong is a miss.
   writeBlocks @10 (request :BlocksRequest) -> (reply :BlocksReply);
   # Stores and names blocks that are not here: others find them from then on. The first who names a block wins.
+  retain @11 (names :List(BlockName), priority :UInt8 = 50, ttlMs :UInt64) -> (status :Status, blocks :UInt32, bytes :UInt64);
+  # How long published blocks are kept when memory is short, in every memory and on the disk; of at most 65536 names, in any order.
+  # priority, 0..100: below 50 they go before all others of who pays for them; 50: as the daemon's eviction decides, which takes an
+  # earlier call back; above 50 they go after all others, the lowest priority first, then what ends first. Nothing is kept for good:
+  # whoever retains all that it pays for loses of that. ttlMs: then the eviction decides again; 0: with the block, or the daemon; at
+  # most 315360000000 (ten years). The last call for a block counts. A block without its parents is of no use: names should begin
+  # with the first block of the sequence, or parents be retained as well. blocks: of the names, that are in a memory or on the disk;
+  # bytes: of these, each copy counted. Names that are nowhere are no error. A name's `tokens` may be 32 zeros: not known. Feature
+  # "retain".
 }
 
 struct ProjectionFacts {
@@ -575,6 +584,8 @@ struct BlockExplanation {
   taker @6 :Text;             # evicted: for whose request; empty: unknown
   otherTokens @7 :Bool;       # what has its key there has other tokens: a miss
   sameTokensCacheId @8 :UInt32;  # nowhere: a cache of `others` that has the same tokens in memory under another name; 0: none
+  priority @9 :UInt8 = 50;    # where it is: as retain said (Cache); 50: the eviction decides
+  retainedMs @10 :UInt64;     # until the eviction decides again; 0: no end, or it does now
 }
 
 struct OtherCache {
@@ -606,6 +617,8 @@ interface Admin {
   # Why these blocks are found, or not; an entry for each of at most 65536 names. cacheId: whose names they are; then what is missing
   # is also looked for under other names. 0: keys of any open cache. A name's `tokens` may be 32 zeros: not known. remembered: blocks
   # that went, of which the daemon knows how, at most rememberedMax; rememberedSeconds: how far back that goes. Feature "explain"
+  retain @11 (cacheId :UInt32, names :List(BlockName), priority :UInt8 = 50, ttlMs :UInt64)
+      -> (status :Status, blocks :UInt32, bytes :UInt64);  # Cache's, of any tenant's cache. Feature "retain"
 }
 
 interface Daemon {

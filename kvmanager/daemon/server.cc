@@ -397,7 +397,7 @@ class ServerImpl final : public Server {
     const LoopTurn turn(calls_.turns(), "look");
     tenant_gauges_.Set(*store_);
     devices_.Look(store_.get());
-    store_->long_calls().WriteAgain();
+    store_->long_calls().LookAgain();
     for (MessageRoom* const room : {&running_->requests, &running_->replies}) room->Look();
     metrics_.messages.Set(running_->requests, running_->replies);
     return running_->loop.timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });

@@ -42,7 +42,7 @@ class BlockDiskImpl final : public BlockDisk {
         own_files_(parts.files == nullptr ? MakeDiskFiles() : nullptr),
         files_(folder_.segments(), parts.files != nullptr ? parts.files : own_files_.get()),
         db_(std::move(db)),
-        index_(options.eviction),
+        index_(options.eviction, clock_),
         space_(shares_.records) {
     index_.SetLoading(true);
     begun_ns_ = clock_->NowNs();
@@ -71,9 +71,7 @@ class BlockDiskImpl final : public BlockDisk {
     mover_.reset();  // its writes reach the committer
     committer_.reset();
     *alive_ = false;
-    metrics_->capacity_bytes.Set(0);
-    metrics_->used_bytes.Set(0);
-    metrics_->blocks.Set(0);
+    metrics_->ShowNone();
   }
 
   bool loaded() const override { return loaded_; }
@@ -85,6 +83,15 @@ class BlockDiskImpl final : public BlockDisk {
   }
 
   void NoteUse(const CacheDigest& cache, absl::Span<const BlockName> names) override { index_.NoteUse(cache, names); }
+
+  uint64_t Retain(const CacheDigest& cache, const BlockKey& key, const Retention& retention) override {
+    return index_.Retain(cache, key, retention);
+  }
+
+  void EndRetentions() override {
+    const RetainingEviction::Use use = index_.EndRetentions();
+    metrics_->ShowRetained(use.blocks, use.bytes);
+  }
 
   const char* state() const override {
     if (!loaded_) return "reading its index";
@@ -100,8 +107,7 @@ class BlockDiskImpl final : public BlockDisk {
     const uint64_t bytes = page_bytes + kRecordHeaderBytesMax + kDiskPagesMax * kRecordPageAlign + kRecordAlign;
     if (bytes > std::min(kDiskRecordBytesMax, space_.capacity())) return false;
     if (writing_bytes_ > 0 && writing_bytes_ + bytes > kWritingBytesMax) return false;
-    if (writes_.size() >= kWritesMax) return false;
-    if (space_.leaving() > shares_.leaving_max) return false;
+    if (writes_.size() >= kWritesMax || space_.leaving() > shares_.leaving_max) return false;
     return space_.used() + bytes <= space_.capacity() + index_.evictable_bytes();
   }
 
@@ -188,26 +194,20 @@ class BlockDiskImpl final : public BlockDisk {
     CancelWrites([&](const BlockId& id) { return id.cache == cache; });
     committer_->DeletePrefix(IndexPrefix(cache));
     if (!loaded_) erased_early_.caches.insert(cache);
-    uint64_t erased = 0;
-    index_.ForEach(cache, [&](DiskEntry* entry) {
-      Remove(entry, DiskLoss::kErased);
-      ++erased;
-    });
+    const uint64_t before = index_.blocks();
+    index_.ForEach(cache, [&](DiskEntry* entry) { Remove(entry, DiskLoss::kErased); });
     ShowUse();
-    return erased;
+    return before - index_.blocks();
   }
 
   uint64_t EraseAll() override {
     CancelWrites([](const BlockId&) { return true; });
     committer_->DeletePrefix(kIndexPrefixOfAll);
     if (!loaded_) erased_early_.all = true;
-    uint64_t erased = 0;
-    index_.ForEach([&](DiskEntry* entry) {
-      Remove(entry, DiskLoss::kErased);
-      ++erased;
-    });
+    const uint64_t before = index_.blocks();
+    index_.ForEach([&](DiskEntry* entry) { Remove(entry, DiskLoss::kErased); });
     ShowUse();
-    return erased;
+    return before - index_.blocks();
   }
 
   void OnGone(std::function<void(const CacheDigest&, const BlockKey&, DiskLoss)> fn) override {

@@ -54,6 +54,7 @@ struct DiskBlock {
   uint32_t index = 0;
   uint32_t layers = 0;
   std::vector<uint8_t> raw;  // bit l % 8 of byte l / 8: layer l has its page raw
+  Retention retention;       // of this daemon's life: it is not written
   bool IsRaw(uint32_t layer) const { return (raw[layer / 8] >> (layer % 8) & 1) != 0; }
 };
 
@@ -88,6 +89,12 @@ class BlockDisk {
   virtual const DiskBlock* Find(const CacheDigest& cache, const BlockKey& key) const = 0;
   /// A run (EvictionRun) used these blocks: they go later. Parents first.
   virtual void NoteUse(const CacheDigest& cache, absl::Span<const BlockName> names) = 0;
+
+  /// How long a block is kept (RetainingEviction), from now on and until the daemon ends; until_ns is of the clock that
+  /// the disk was given, or of SteadyClock. Returns the bytes of its record; 0: there is none that is durable.
+  virtual uint64_t Retain(const CacheDigest& cache, const BlockKey& key, const Retention& retention) = 0;
+  /// Notices some retentions that have ended: to be called now and then.
+  virtual void EndRetentions() = 0;
 
   /// Whether it takes records, now or once others are written: not for a while after an error.
   virtual bool TakesWrites() const = 0;

@@ -33,7 +33,8 @@ bool DiskIndex::SharedTexts::Leave(uint32_t number) {
   return true;
 }
 
-DiskIndex::DiskIndex(EvictionKind eviction) : eviction_(MakeEviction(eviction)), shards_(kShards) {}
+DiskIndex::DiskIndex(EvictionKind eviction, const Clock* clock)
+    : eviction_(MakeRetainingEviction(eviction, clock)), shards_(kShards) {}
 
 DiskEntry* DiskIndex::Find(const CacheDigest& cache, const BlockKey& key) const {
   const auto of = cache_numbers_.find(cache);
@@ -48,6 +49,7 @@ const DiskBlock* DiskIndex::Describe(const DiskEntry& entry) const {
   const std::string& shape = shapes_[entry.shape].text;
   described_.tokens = entry.token_digest;
   described_.index = entry.index;
+  described_.retention = entry.retention;
   described_.layers = static_cast<uint8_t>(shape[0]) | static_cast<uint32_t>(static_cast<uint8_t>(shape[1])) << 8;
   described_.raw.assign(shape.begin() + 2, shape.end());
   return &described_;
@@ -149,6 +151,19 @@ void DiskIndex::NoteUse(const CacheDigest& cache, absl::Span<const BlockName> na
   for (auto entry = used.rbegin(); entry != used.rend(); ++entry) eviction_->Touch(*entry, &run);
 }
 
+uint64_t DiskIndex::Retain(const CacheDigest& cache, const BlockKey& key, const Retention& retention) {
+  DiskEntry* const entry = Find(cache, key);
+  if (entry == nullptr) return 0;
+  eviction_->Retain(entry, retention);
+  return entry->bytes;
+}
+
+RetainingEviction::Use DiskIndex::EndRetentions() {
+  constexpr int kEndsAtOnce = 512;  // 1 ms
+  eviction_->EndSome(kEndsAtOnce);
+  return eviction_->kept_longer();
+}
+
 void DiskIndex::BeginRead(DiskEntry* entry) {
   KV_CHECK(entry->readers < UINT16_MAX && !entry->gone);
   ++entry->readers;
@@ -208,7 +223,7 @@ void DiskIndex::SetLoading(bool loading) {
 }
 
 void DiskIndex::CheckInvariants() const {
-  uint64_t blocks = 0, bytes = 0, evictable = 0;
+  uint64_t blocks = 0, bytes = 0, evictable = 0, kept_longer = 0;
   absl::flat_hash_map<uint32_t, uint64_t> of_payer;
   absl::flat_hash_map<uint32_t, uint64_t> of_cache;
   for (const Entries& entries : shards_) {
@@ -219,12 +234,15 @@ void DiskIndex::CheckInvariants() const {
       of_payer[entry->payer] += entry->bytes;
       ++of_cache[entry->cache];
       if (entry->evictable) evictable += entry->bytes;
+      if (entry->evictable && entry->retention.priority > Retention::kOfPolicy) kept_longer += entry->bytes;
     }
   }
   for (const auto& [digest, number] : cache_numbers_) {
     KV_CHECK(caches_[number].digest == digest && caches_[number].users >= std::max<uint64_t>(of_cache[number], 1));
   }
   KV_CHECK(blocks == blocks_ && bytes == bytes_ && evictable == evictable_bytes_);
+  KV_CHECK(kept_longer == eviction_->kept_longer().bytes);
+  eviction_->CheckInvariants();
   KV_CHECK(by_bytes_.size() == of_payer.size());
   for (const auto& [payer, sum] : of_payer) {
     KV_CHECK(payers_[payer].bytes == sum && by_bytes_.count({sum, payer}) == 1);

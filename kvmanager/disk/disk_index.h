@@ -1,6 +1,6 @@
 // The blocks of a disk in memory: found by name, and the next to go when room is short.
 //
-// On the loop's thread. About 200 bytes a block: entries are in slabs, what many blocks share (cache, payer, layers
+// On the loop's thread. About 240 bytes a block: entries are in slabs, what many blocks share (cache, payer, layers
 // with raw pages) is kept once, and the eviction policy has a node for each.
 //
 // Invariants (CheckInvariants): 1. the policy knows exactly the learned blocks that are found and not being read.
@@ -25,7 +25,7 @@
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/disk/index_record.h"
 #include "kvmanager/disk/record.h"
-#include "kvmanager/eviction/eviction_policy.h"
+#include "kvmanager/eviction/retaining_eviction.h"
 
 namespace kvmanager {
 
@@ -53,7 +53,8 @@ struct DiskEntry : Evictable {
 
 class DiskIndex {
  public:
-  explicit DiskIndex(EvictionKind eviction);
+  /// clock: outlives it.
+  DiskIndex(EvictionKind eviction, const Clock* clock);
 
   uint64_t blocks() const { return blocks_; }
   uint64_t bytes() const { return bytes_; }
@@ -69,6 +70,10 @@ class DiskIndex {
   DiskEntry* Insert(const IndexRecord& record);
   void Learn(DiskEntry* entry);
   void NoteUse(const CacheDigest& cache, absl::Span<const BlockName> names);
+  /// BlockDisk's.
+  uint64_t Retain(const CacheDigest& cache, const BlockKey& key, const Retention& retention);
+  /// Notices some retentions that have ended; returns what is kept longer.
+  RetainingEviction::Use EndRetentions();
   void BeginRead(DiskEntry* entry);
   /// False: it is gone, and this was its last reader.
   bool EndRead(DiskEntry* entry);
@@ -146,7 +151,7 @@ class DiskIndex {
   void MakeEvictable(DiskEntry* entry);
   void MakeUnevictable(DiskEntry* entry);
 
-  const std::unique_ptr<EvictionPolicy> eviction_;
+  const std::unique_ptr<RetainingEviction> eviction_;
   std::vector<std::unique_ptr<DiskEntry[]>> slabs_;
   uint64_t allocated_ = 0;  // of the slabs, ever
   std::vector<DiskEntry*> free_;

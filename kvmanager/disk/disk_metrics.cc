@@ -13,6 +13,8 @@ DiskMetrics::DiskMetrics(Metrics* m)
     : capacity_bytes(m->Gauge("disk_capacity_bytes", "Bytes of blocks that the disk tier may hold")),
       used_bytes(m->Gauge("disk_used_bytes", "Bytes of blocks on the disk tier, with those being written")),
       blocks(m->Gauge("disk_blocks", "Blocks that the disk tier has")),
+      retained_blocks(m->Gauge("disk_retained_blocks", "Blocks on the disk tier that clients want kept longer")),
+      retained_bytes(m->Gauge("disk_retained_bytes", "Bytes of these")),
       written_bytes(m->Counter("disk_written_bytes_total", "Bytes of blocks written to the disk tier")),
       read_bytes(m->Counter("disk_read_bytes_total", "Bytes of blocks read from the disk tier")),
       written_blocks(m->Counter("disk_written_blocks_total", "Blocks written to the disk tier")),
@@ -29,6 +31,17 @@ DiskMetrics::DiskMetrics(Metrics* m)
       read_errors_(Errors(m, "read")),
       loss_errors_(Errors(m, "loss")),
       space_errors_(Errors(m, "space")) {}
+
+void DiskMetrics::ShowNone() {
+  for (prometheus::Gauge* const gauge : {&capacity_bytes, &used_bytes, &blocks, &retained_blocks, &retained_bytes}) {
+    gauge->Set(0);
+  }
+}
+
+void DiskMetrics::ShowRetained(uint64_t blocks, uint64_t bytes) {
+  retained_blocks.Set(static_cast<double>(blocks));
+  retained_bytes.Set(static_cast<double>(bytes));
+}
 
 prometheus::Counter& DiskMetrics::errors(absl::string_view op) {
   if (op == "write") return write_errors_;

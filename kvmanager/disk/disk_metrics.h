@@ -2,6 +2,8 @@
 // page.
 #pragma once
 
+#include <cstdint>
+
 #include "absl/strings/string_view.h"
 #include "monitoring/metrics.h"
 
@@ -12,10 +14,15 @@ struct DiskMetrics {
 
   /// op: "write", "sync", "index", "read", "loss" (other bytes than were written), "space" (giving bytes back).
   prometheus::Counter& errors(absl::string_view op);
+  /// Gauges of a disk that is no more.
+  void ShowNone();
+  void ShowRetained(uint64_t blocks, uint64_t bytes);
 
   prometheus::Gauge& capacity_bytes;
   prometheus::Gauge& used_bytes;
   prometheus::Gauge& blocks;
+  prometheus::Gauge& retained_blocks;  // looked at once a second
+  prometheus::Gauge& retained_bytes;
   prometheus::Counter& written_bytes;
   prometheus::Counter& read_bytes;
   prometheus::Counter& written_blocks;

@@ -84,7 +84,7 @@ class CostEviction final : public EvictionPolicy {
   Evictable* UnkeptVictim(uint32_t payer) override { return Next(payer, Of::kUnkept); }
 
  private:
-  using Of = EvictableQueue::Of;
+  using Of = EvictablesOf;
   // A kind, and the last uses of an age: until it is chosen anew.
   struct Choice {
     uint64_t least_use = 0, most_use = 0;
@@ -93,7 +93,7 @@ class CostEviction final : public EvictionPolicy {
   };
   struct Payer {
     std::array<EvictableQueue, ReturnModel::kKinds> kinds;
-    std::array<Choice, EvictableQueue::kOfs> choices;
+    std::array<Choice, kEvictablesOf> choices;
     size_t blocks = 0;
   };
 

@@ -14,29 +14,34 @@
 
 namespace kvmanager {
 
-class EvictableQueue {
+enum class EvictablesOf : uint8_t { kAll, kKept, kUnkept };
+constexpr size_t kEvictablesOf = 3;
+
+/// Order: what blocks are compared by; a default one is the least.
+template <typename Order>
+class OrderedEvictables {
  public:
-  /// order: unique here.
-  void Add(uint64_t order, Evictable* block) { KV_CHECK(BlocksLike(*block).emplace(order, block).second); }
+  /// order: unique here, of this block.
+  void Add(const Order& order, Evictable* block) { KV_CHECK(BlocksLike(*block).emplace(order, block).second); }
   /// As it was added.
-  void Remove(uint64_t order, Evictable* block) { KV_CHECK(BlocksLike(*block).erase({order, block}) == 1); }
+  void Remove(const Order& order, Evictable* block) { KV_CHECK(BlocksLike(*block).erase({order, block}) == 1); }
   bool empty() const { return kept_.empty() && unkept_.empty(); }
-  enum class Of : uint8_t { kAll, kKept, kUnkept };
-  static constexpr size_t kOfs = 3;
   /// The first of an order of at least `least`, or nullptr.
-  Evictable* First(Of of, uint64_t least = 0) const {
+  Evictable* First(EvictablesOf of, const Order& least = {}) const {
     const Entry wanted{least, nullptr};
-    const auto kept = of == Of::kUnkept ? kept_.end() : kept_.lower_bound(wanted);
-    const auto unkept = of == Of::kKept ? unkept_.end() : unkept_.lower_bound(wanted);
+    const auto kept = of == EvictablesOf::kUnkept ? kept_.end() : kept_.lower_bound(wanted);
+    const auto unkept = of == EvictablesOf::kKept ? unkept_.end() : unkept_.lower_bound(wanted);
     if (kept == kept_.end()) return unkept == unkept_.end() ? nullptr : unkept->second;
     return unkept != unkept_.end() && unkept->first < kept->first ? unkept->second : kept->second;
   }
 
  private:
-  using Entry = std::pair<uint64_t, Evictable*>;
+  using Entry = std::pair<Order, Evictable*>;
   using Blocks = std::set<Entry>;
   Blocks& BlocksLike(const Evictable& block) { return block.kept ? kept_ : unkept_; }
   Blocks kept_, unkept_;
 };
+
+using EvictableQueue = OrderedEvictables<uint64_t>;
 
 }  // namespace kvmanager

@@ -15,6 +15,20 @@
 
 namespace kvmanager {
 
+/// What a client wants of a block: that it is kept longer, or less long, than the policy would keep it
+/// (retaining_eviction.h).
+struct Retention {
+  static constexpr uint8_t kOfPolicy = 50;  // the policy decides
+  static constexpr uint8_t kPriorityMax = 100;
+
+  uint8_t priority = kOfPolicy;  // below kOfPolicy it goes before all others, above behind them
+  int64_t until_ns = 0;          // of the policy's clock; from then on the policy decides; 0: no end
+
+  bool is_of_policy() const { return priority == kOfPolicy; }
+  bool has_ended(int64_t now_ns) const { return until_ns != 0 && until_ns <= now_ns; }
+  bool operator==(const Retention&) const = default;
+};
+
 /// What a policy knows of a block. The store's Block is one.
 struct Evictable {
   /// The policy's own notes.
@@ -36,11 +50,13 @@ struct Evictable {
   bool evictable = false;  // the policy has it
   bool kept = false;       // the next lower tier had a copy when it was last looked for
   Notes notes;
+  Retention retention;  // RetainingEviction's: changed by its Retain alone while the block is evictable
 
-  /// This is a copy of `other` in another tier, and is used alike.
+  /// This is a copy of `other` in another tier, is used alike and retained alike. Not of one that is evictable.
   void CopyUse(const Evictable& other) {
     notes.kind = other.notes.kind;
     notes.from_end = other.notes.from_end;
+    if (!other.retention.is_of_policy()) retention = other.retention;
   }
 };
 
@@ -81,7 +97,7 @@ class EvictionPolicy {
   virtual Evictable* UnkeptVictim(uint32_t payer) = 0;
 };
 
-/// The policy of a tier.
+/// The policy itself; that of a tier is a RetainingEviction around it.
 std::unique_ptr<EvictionPolicy> MakeEviction(EvictionKind kind);
 
 }  // namespace kvmanager

@@ -17,7 +17,7 @@
 namespace kvmanager {
 namespace {
 
-using Of = EvictableQueue::Of;
+using Of = EvictablesOf;
 
 // What a policy is told, and asked: a list of blocks, looked at from end to end.
 class Reference {

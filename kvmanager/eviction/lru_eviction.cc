@@ -35,7 +35,7 @@ class LruEviction final : public EvictionPolicy {
   Evictable* UnkeptVictim(uint32_t payer) override { return First(payer, Of::kUnkept); }
 
  private:
-  using Of = EvictableQueue::Of;
+  using Of = EvictablesOf;
   Evictable* First(uint32_t payer, Of which) const {
     const auto of = payers_.find(payer);
     return of == payers_.end() ? nullptr : of->second.First(which);

@@ -78,7 +78,7 @@ class S3FifoEviction final : public EvictionPolicy, private S3Fifo {
   Evictable* UnkeptVictim(uint32_t payer) override { return Front(payer, Of::kUnkept); }
 
  private:
-  using Of = EvictableQueue::Of;
+  using Of = EvictablesOf;
   struct Payer {
     EvictableQueue small, main;
     uint64_t bytes = 0, small_bytes = 0;  // of both, of the first

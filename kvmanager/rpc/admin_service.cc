@@ -10,6 +10,7 @@
 #include "kvmanager/handoff/peer_choice.h"
 #include "kvmanager/rpc/explain_call.h"
 #include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/retain_call.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
 
@@ -226,6 +227,13 @@ class AdminService final : public api::Admin::Server {
             return InTurns(session_, Method::kExplain, parts_.long_calls, [call] { return call->WriteSome(); });
           })
           .attach(thisCap());
+    });
+  }
+
+  kj::Promise<void> retain(RetainContext context) override {
+    return Serve(*session_, Method::kRetain, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const CacheId cache = context.getParams().getCacheId();
+      return Retain(session_, parts_.long_calls, &parts_.store->caches(), cache, context).attach(thisCap());
     });
   }
 

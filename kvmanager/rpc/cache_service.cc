@@ -13,6 +13,7 @@
 #include "kvmanager/rpc/load_blocks.h"
 #include "kvmanager/rpc/match_call.h"
 #include "kvmanager/rpc/output_factors.h"
+#include "kvmanager/rpc/retain_call.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/step_check.h"
@@ -127,6 +128,13 @@ class CacheService final : public api::Cache::Server {
     return Serve(*session_, Method::kWriteBlocks, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(EnsureOpen());
       return parts_.block_calls->Write(session_, *bound_, context);
+    });
+  }
+
+  kj::Promise<void> retain(RetainContext context) override {
+    return Serve(*session_, Method::kRetain, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      return Retain(session_, parts_.sequence.long_calls, &store().caches(), id(), context).attach(thisCap());
     });
   }
 

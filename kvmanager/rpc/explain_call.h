@@ -87,6 +87,8 @@ class ExplainCall {
     if (block.place != BlockPlace::kNowhere) {
       out.setTier(TextOf(TierText(block.tier)));
       out.setCacheId(block.cache);
+      out.setPriority(block.priority);
+      out.setRetainedMs(block.ends_ms);
     } else if (block.gone.has_value()) {
       out.setLoss(LossOf(block.gone->reason));
       out.setTier(TextOf(TierText(block.gone->tier)));

@@ -29,7 +29,8 @@ enum class Method : int {
   kOpenProjections,
   kRead,
   kReadBlocks,
-  kWriteBlocks,  // Cache
+  kWriteBlocks,
+  kRetain,  // Cache, Admin
   kSetProjections,
   kFork,
   kCrop,

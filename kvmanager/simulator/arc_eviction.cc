@@ -62,7 +62,7 @@ class ArcEviction final : public EvictionPolicy {
   Evictable* UnkeptVictim(uint32_t payer) override { return Next(Of::kUnkept); }
 
  private:
-  using Of = EvictableQueue::Of;
+  using Of = EvictablesOf;
   struct Ghost {
     List list = kOnce;
     std::list<uint64_t>::iterator place;

@@ -73,6 +73,7 @@ void BackendsWalk::Step() {
     case 20:
       Describe();
       if (!ample_ && Below(8) == 0) SetQuotas();
+      if (Below(3) == 0) RetainSome();
       break;
     default:
       RunSome();

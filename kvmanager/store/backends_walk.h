@@ -197,6 +197,7 @@ class BackendsWalk {
   void ForkOne();
   void CropOne();
   void PublishOne();
+  void RetainSome();
   void Describe();
   void Drop(uint64_t number);
   void DropMade(const std::array<SequenceId, 2>& ids);

@@ -324,6 +324,27 @@ void BackendsWalk::PublishOne() {
   ASSERT_EQ(MatchBoth(cache, names), static_cast<int>(names.size()));
 }
 
+// Of blocks that may be published, in use or gone.
+void BackendsWalk::RetainSome() {
+  const auto it = Pick();
+  if (it == sequences_.end()) return;
+  WalkedCache& cache = caches_[it->second.cache];
+  const auto names = tests_[kHost]->Names(cache.ids[kHost], it->second.text);
+  const uint32_t priority = static_cast<uint32_t>(Below(5) * 25);
+  const uint64_t ttl_ms = Below(2) * Below(100);
+  uint64_t found[2];
+  for (const Memory memory : kMemories) {
+    const auto retained = store(memory).caches().Retain(cache.ids[memory], names, priority, ttl_ms);
+    ASSERT_TRUE(retained.ok()) << retained.status();
+    ASSERT_EQ(retained->bytes > 0, retained->blocks > 0);
+    found[memory] = retained->blocks;
+    tests_[memory]->clock.AdvanceNs(20000000);
+  }
+  if (NamesAreEqual(cache)) {
+    ASSERT_EQ(found[kHost], found[kGpu]);
+  }
+}
+
 void BackendsWalk::Describe() {
   const auto it = Pick();
   if (it == sequences_.end()) return;

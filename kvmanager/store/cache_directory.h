@@ -18,6 +18,7 @@
 #include "kvmanager/store/block_transfers.h"
 #include "kvmanager/store/cache_config.h"
 #include "kvmanager/store/prefix_match.h"
+#include "kvmanager/store/retaining.h"
 #include "kvmanager/store/store_ids.h"
 
 namespace kvmanager {
@@ -49,6 +50,7 @@ class CacheDirectory {
  public:
   static constexpr size_t kCachesMax = 4096;
   static constexpr size_t kNamesMax = kSequenceBlocksMax;  // of one call
+  static constexpr uint64_t kRetentionMsMax = uint64_t{10} * 365 * 24 * 3600 * 1000;
   virtual ~CacheDirectory() = default;
 
   /// Opens a cache, or finds the one with an equal digest. It stays until purged, or until another is opened while
@@ -80,6 +82,22 @@ class CacheDirectory {
     while ((*match)->DoPiece()) {
     }
     return (*match)->result();
+  }
+  /// Blocks `names`, a range or not, are kept as `priority` says, in every memory and on the disk (RetainingEviction):
+  /// below Retention::kOfPolicy they go before others of who pays for them, above behind them; kOfPolicy takes this
+  /// back. ttl_ms: that ends then; 0: with the block, or the daemon. A name that is nowhere is not counted; one whose
+  /// `tokens` are all zeros is found by its key. Errors: NOT_FOUND (cache); INVALID_ARGUMENT beyond kNamesMax,
+  /// Retention::kPriorityMax or kRetentionMsMax.
+  virtual absl::StatusOr<std::unique_ptr<Retaining>> BeginRetain(CacheId cache, std::vector<BlockName> names,
+                                                                 uint32_t priority, uint64_t ttl_ms) = 0;
+  /// All of it at once.
+  absl::StatusOr<RetainResult> Retain(CacheId cache, absl::Span<const BlockName> names, uint32_t priority,
+                                      uint64_t ttl_ms) {
+    auto retaining = BeginRetain(cache, std::vector<BlockName>(names.begin(), names.end()), priority, ttl_ms);
+    if (!retaining.ok()) return retaining.status();
+    while ((*retaining)->DoPiece()) {
+    }
+    return (*retaining)->result();
   }
   /// What a sequence that begins with `names` would verify, to be verified before on another thread; nullptr: nothing,
   /// or so little that it need not.

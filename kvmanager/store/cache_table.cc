@@ -12,6 +12,7 @@
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/payer_name.h"
 #include "kvmanager/store/prefix_matches.h"
+#include "kvmanager/store/retainings.h"
 
 namespace kvmanager {
 
@@ -243,6 +244,20 @@ absl::StatusOr<std::unique_ptr<PrefixMatch>> CacheTable::BeginMatch(CacheId id, 
   KV_RETURN_IF_ERROR(Find(id).status());
   KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
   return MakePrefixMatch({this, parts_.blocks, parts_.disk, parts_.metrics, parts_.alive}, id, std::move(names));
+}
+
+absl::StatusOr<std::unique_ptr<Retaining>> CacheTable::BeginRetain(CacheId id, std::vector<BlockName> names,
+                                                                   uint32_t priority, uint64_t ttl_ms) {
+  KV_RETURN_IF_ERROR(Find(id).status());
+  KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
+  if (priority > Retention::kPriorityMax) {
+    return InvalidField("priority", priority, absl::StrCat("0..", Retention::kPriorityMax));
+  }
+  if (ttl_ms > kRetentionMsMax) return InvalidField("ttlMs", ttl_ms, absl::StrCat("0..", kRetentionMsMax));
+  // Of all blocks the same moment: they are in one order then, children before their parents.
+  const int64_t until_ns = ttl_ms == 0 ? 0 : parts_.clock->NowNs() + static_cast<int64_t>(ttl_ms) * 1000000;
+  return MakeRetaining({this, parts_.tiers, parts_.disk, parts_.alive}, id, std::move(names),
+                       {static_cast<uint8_t>(priority), until_ns});
 }
 
 absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::Span<const BlockName> names) {

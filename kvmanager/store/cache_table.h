@@ -11,6 +11,7 @@
 
 #include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
+#include "kvmanager/base/clock.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/cache.h"
@@ -30,7 +31,8 @@ class CacheTable final : public CacheDirectory {
     const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
     BlockIndex* blocks = nullptr;
     Payers* payers = nullptr;
-    BlockDisk* disk = nullptr;                             // nullptr: there is none
+    BlockDisk* disk = nullptr;  // nullptr: there is none
+    const Clock* clock = nullptr;
     std::function<void(const CacheDigest*)> before_purge;  // of one cache, or of all
     std::weak_ptr<const bool> alive;
   };
@@ -46,6 +48,8 @@ class CacheTable final : public CacheDirectory {
   std::shared_ptr<const Codec> codec(CacheId cache) const override;
   const PageAttention* raw_attention(CacheId cache) const override;
   absl::StatusOr<std::unique_ptr<PrefixMatch>> BeginMatch(CacheId cache, std::vector<BlockName> names) override;
+  absl::StatusOr<std::unique_ptr<Retaining>> BeginRetain(CacheId cache, std::vector<BlockName> names, uint32_t priority,
+                                                         uint64_t ttl_ms) override;
   absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) override;
   absl::StatusOr<std::unique_ptr<BlockReads>> ReadBlocks(CacheId cache, uint32_t first,
                                                          absl::Span<const BlockName> names, uint64_t bytes_max,

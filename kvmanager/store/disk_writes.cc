@@ -70,11 +70,17 @@ bool DiskWrites::MayFit(uint64_t bytes) const {
   return bytes <= std::min(kDiskRecordBytesMax, parts_.disk->use().capacity_bytes) / 2;
 }
 
+void DiskWrites::ShowUnwritten() { parts_.metrics->unwritten_blocks.Set(static_cast<double>(unwritten())); }
+
 void DiskWrites::NoteNamed(Block* block) {
   if (parts_.disk == nullptr || block->cache->tier != parts_.host) return;
-  if (parts_.disk->Find(block->cache->digest, block->name.key) != nullptr) return parts_.host->SetKept(block, true);
+  if (const DiskBlock* const there = parts_.disk->Find(block->cache->digest, block->name.key)) {
+    if (!there->retention.is_of_policy()) parts_.host->eviction().Retain(block, there->retention);
+    return parts_.host->SetKept(block, true);
+  }
   if (named_.size() >= kQueuedMax) return;
   named_.push_back({block->cache->id, block->name.key});
+  ShowUnwritten();  // before whoever named it is answered
   Ask();
 }
 
@@ -86,7 +92,7 @@ void DiskWrites::Ask() {
 bool DiskWrites::WriteSome() {
   if (!std::exchange(asked_, false)) return false;
   asked_ |= WriteNext();
-  parts_.metrics->unwritten_blocks.Set(static_cast<double>(unwritten()));
+  ShowUnwritten();
   return asked_;
 }
 
@@ -183,6 +189,7 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   writing_.erase(written);
   if (block->published && block->name.key == key) {
     if (durable) {
+      if (!block->retention.is_of_policy()) parts_.disk->Retain(cache->digest, key, block->retention);
       parts_.host->SetKept(block, true);
     } else if (!purged) {
       named_.push_front({cache->id, key});  // once the disk takes blocks again
@@ -196,7 +203,7 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   }
   --cache->leases;
   if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
-  parts_.metrics->unwritten_blocks.Set(static_cast<double>(unwritten()));
+  ShowUnwritten();
   if (!named_.empty()) Ask();
 }
 
@@ -206,7 +213,7 @@ void DiskWrites::NotePurge(const CacheDigest* digest) {
     const auto cache = parts_.caches->Find(named.cache);
     return digest == nullptr || !cache.ok() || (*cache)->digest == *digest;
   });
-  parts_.metrics->unwritten_blocks.Set(static_cast<double>(unwritten()));
+  ShowUnwritten();
   for (auto& [block, purged] : writing_) purged |= digest == nullptr || block->cache->digest == *digest;
 }
 

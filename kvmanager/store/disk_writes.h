@@ -84,6 +84,7 @@ class DiskWrites {
   bool HasRoom(uint64_t bytes) const;
   /// Else the block is never written.
   bool MayFit(uint64_t bytes) const;
+  void ShowUnwritten();
   void Ask();
   bool WriteNext();
   /// Pins the block's pages until they are written. demotes: counted in its tier's bytes().demoting.

@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "kvmanager/base/ids.h"
+#include "kvmanager/eviction/eviction_policy.h"
 #include "kvmanager/store/gone_blocks.h"
 #include "kvmanager/store/store_ids.h"
 
@@ -18,9 +19,11 @@ enum class BlockPlace : uint8_t { kNowhere = 0, kMemory, kArriving, kDisk };
 
 struct BlockExplanation {
   BlockPlace place = BlockPlace::kNowhere;
-  int tier = 0;               // of its place: a GPU's ordinal, CacheConfig::kHost or kDiskTier
-  CacheId cache = 0;          // of its place
-  bool other_tokens = false;  // what has its key there has other tokens: no hit
+  int tier = 0;                             // of its place: a GPU's ordinal, CacheConfig::kHost or kDiskTier
+  CacheId cache = 0;                        // of its place
+  bool other_tokens = false;                // what has its key there has other tokens: no hit
+  uint8_t priority = Retention::kOfPolicy;  // how it is retained there
+  uint64_t ends_ms = 0;                     // from now: when that ends; 0: it does not
   // Of one that is nowhere:
   std::optional<GoneBlock> gone;  // how it went; nothing: it was not stored, as far as the store remembers
   CacheId same_tokens = 0;        // a cache that has its tokens in memory under another name; 0: none has

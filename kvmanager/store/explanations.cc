@@ -102,23 +102,28 @@ class ExplanationImpl final : public Explanation {
     return true;
   }
   void LookIn(const Cache& cache, const BlockName& name, BlockExplanation* out) const {
-    const auto is_here = [&](BlockPlace place, int tier, const TokenDigest& tokens) {
+    const auto is_here = [&](BlockPlace place, int tier, const TokenDigest& tokens, const Retention& retention) {
       out->place = place;
       out->tier = tier;
       out->cache = cache.id;
       out->other_tokens = name.tokens != TokenDigest() && name.tokens != tokens;
+      const int64_t now_ns = parts_.clock->NowNs();
+      const bool holds = !retention.has_ended(now_ns), ends = holds && retention.until_ns != 0;
+      out->priority = holds ? retention.priority : Retention::kOfPolicy;
+      out->ends_ms = ends ? static_cast<uint64_t>((retention.until_ns - now_ns + 999999) / 1000000) : 0;
     };
     if (out->place == BlockPlace::kMemory) return;
     if (const Block* const block = cache.table.FindKey(name.key)) {
-      return is_here(BlockPlace::kMemory, cache.config.device, block->name.tokens);
+      return is_here(BlockPlace::kMemory, cache.config.device, block->name.tokens, block->retention);
     }
     if (out->place == BlockPlace::kArriving) return;
     if (const auto arriving = cache.arriving.find(name.key); arriving != cache.arriving.end()) {
-      return is_here(BlockPlace::kArriving, cache.config.device, arriving->second->name.tokens);
+      return is_here(BlockPlace::kArriving, cache.config.device, arriving->second->name.tokens,
+                     arriving->second->retention);
     }
     if (out->place == BlockPlace::kDisk || parts_.disk == nullptr) return;
     const DiskBlock* const there = parts_.disk->Find(cache.digest, name.key);
-    if (there != nullptr) is_here(BlockPlace::kDisk, kDiskTier, there->tokens);
+    if (there != nullptr) is_here(BlockPlace::kDisk, kDiskTier, there->tokens, there->retention);
   }
 
   bool Remember() {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kvmanager/base/clock.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/store/cache_table.h"
 #include "kvmanager/store/explanation.h"
@@ -16,6 +17,7 @@ struct ExplanationParts {
   const CacheTable* caches = nullptr;
   const GoneBlocks* gone = nullptr;
   const BlockDisk* disk = nullptr;  // nullptr: there is none
+  const Clock* clock = nullptr;
   std::weak_ptr<const bool> alive;
 };
 

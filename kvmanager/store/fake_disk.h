@@ -17,6 +17,7 @@ namespace kvmanager::testing {
 class FakeDisk final : public BlockDisk {
  public:
   using Name = std::pair<CacheDigest, BlockKey>;
+  static constexpr uint64_t kRetainedBytes = 1000;  // that Retain says of each block
   struct Stored {
     DiskRecord record;
     DiskBlock block;
@@ -31,6 +32,13 @@ class FakeDisk final : public BlockDisk {
     return found == stored.end() ? nullptr : &found->second.block;
   }
   void NoteUse(const CacheDigest&, absl::Span<const BlockName> names) override { uses += names.size(); }
+  uint64_t Retain(const CacheDigest& cache, const BlockKey& key, const Retention& retention) override {
+    const auto found = stored.find({cache, key});
+    if (found == stored.end()) return 0;
+    found->second.block.retention = retention;
+    return kRetainedBytes;
+  }
+  void EndRetentions() override {}
   bool TakesWrites() const override { return takes; }
   bool CanWrite(uint64_t) const override { return takes && writes_.size() < writes_max; }
   void Write(DiskRecord record, absl::string_view payer, std::vector<const uint8_t*> sources,

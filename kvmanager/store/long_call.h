@@ -72,8 +72,8 @@ class LongCalls {
   /// Brings blocks that only the disk has into host memory, for whatever call looks for them next: `names`, the first
   /// of which is block `first` of its sequence. nullptr: there is no disk, or no such cache.
   virtual std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first) = 0;
-  /// The disk may take blocks again that wait for it: to be called now and then.
-  virtual void WriteAgain() = 0;
+  /// Now and then, once a second: the disk may take blocks again that wait for it, and retentions may have ended.
+  virtual void LookAgain() = 0;
   /// PageStore::Publish.
   virtual absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
                                                                     std::vector<BlockName> names) = 0;

@@ -27,19 +27,22 @@
 namespace kvmanager {
 namespace {
 
+constexpr int kEndsAtOnce = 512;  // of retentions, in each memory: 1 ms
+
 // The parts of a store, wired together.
 class PageStoreImpl final : public PageStore, private LongCalls, private TierOwner {
  public:
   PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor, StoreMetrics* metrics,
                 const Clock* clock, absl::Span<const StoreDevice> devices, EvictionKind eviction, BlockDisk* disk)
       : metrics_(metrics),
-        tiers_(MakeTiers(pool, executor, devices, eviction, this)),
+        disk_(disk),
+        tiers_(MakeTiers(pool, executor, devices, eviction, clock, this)),
         mover_(tiers_[0].get(), metrics, alive_),
         gone_(clock),
         blocks_({metrics, clock, tiers_[0].get(), &gone_, [this](Block* block) { disk_writes_.NoteNamed(block); },
                  [this](const Block& block) { moves_.NotKept(block); }}),
         payers_(&tiers_),
-        caches_({registry, metrics, &tiers_, &blocks_, &payers_, disk,
+        caches_({registry, metrics, &tiers_, &blocks_, &payers_, disk, clock,
                  [this](const CacheDigest* of) { BeforePurge(of); }, alive_}),
         encodes_({metrics, &blocks_, alive_}),
         indexes_({metrics, &blocks_, &encodes_, alive_}),
@@ -56,7 +59,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
         inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &disk_writes_,
-                    &disk_loads_, &imports_, &reads_, &gone_, disk, alive_}) {
+                    &disk_loads_, &imports_, &reads_, &gone_, disk, clock, alive_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
   }
   ~PageStoreImpl() override { alive_.reset(); }
@@ -97,16 +100,17 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   using Tiers = std::vector<std::unique_ptr<Tier>>;
   // Host memory first.
   static Tiers MakeTiers(PagePool* pool, EncodeExecutor* executor, absl::Span<const StoreDevice> devices,
-                         EvictionKind eviction, TierOwner* owner) {
+                         EvictionKind eviction, const Clock* clock, TierOwner* owner) {
     Tiers tiers;
     tiers.push_back(
         std::make_unique<Tier>(StoreDevice{.ordinal = CacheConfig::kHost, .pool = pool, .executor = executor},
-                               MakeHostMemory(executor), /*lower=*/nullptr, eviction, owner));
+                               MakeHostMemory(executor), /*lower=*/nullptr, eviction, clock, owner));
     for (const StoreDevice& device : devices) {
       KV_CHECK(device.pool != nullptr && device.epochs != nullptr && device.executor != nullptr);
       KV_CHECK(device.ordinal >= 0);
       for (const auto& tier : tiers) KV_CHECK(tier->device() != device.ordinal);
-      tiers.push_back(std::make_unique<Tier>(device, MakeGpuMemory(device.executor), tiers[0].get(), eviction, owner));
+      tiers.push_back(
+          std::make_unique<Tier>(device, MakeGpuMemory(device.executor), tiers[0].get(), eviction, clock, owner));
     }
     return tiers;
   }
@@ -122,7 +126,17 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first) override {
     return disk_loads_.Begin(cache, names, first);
   }
-  void WriteAgain() override { disk_writes_.TryAgain(); }
+  void LookAgain() override {
+    disk_writes_.TryAgain();
+    for (const auto& tier : tiers_) {
+      tier->eviction().EndSome(kEndsAtOnce);
+      const RetainingEviction::Use& kept = tier->eviction().kept_longer();
+      RetainedGauges& gauges = metrics_->RetainedIn(tier->name());
+      gauges.blocks->Set(static_cast<double>(kept.blocks));
+      gauges.bytes->Set(static_cast<double>(kept.bytes));
+    }
+    if (disk_ != nullptr) disk_->EndRetentions();
+  }
   absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
                                                             std::vector<BlockName> names) override {
     return publications_.Begin(sequence, std::move(names));
@@ -170,6 +184,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   }
 
   StoreMetrics* const metrics_;
+  BlockDisk* const disk_;                                                   // nullptr: there is none
   std::shared_ptr<const bool> alive_ = std::make_shared<const bool>(true);  // leases and jobs outlive it, and look
   Tiers tiers_;
   // In the order of who needs whom, but for callbacks.

@@ -132,7 +132,8 @@ TEST_F(PageStoreDiskTest, WritesWhatIsPublishedOnceItIsEncoded) {
   ASSERT_TRUE(test().AppendAll(cache, sequence, text, 0, 3 * kPage).ok());
   ASSERT_EQ(store().Publish(sequence, Names(cache, text, 3))->published, 3);
   EXPECT_EQ(disk_.writes(), 0u);  // to be encoded
-  Turns();                        // and found to be so
+  EXPECT_EQ(test().store_metrics.unwritten_blocks.Value(), 3);
+  Turns();  // and found to be so
   test().executor.FinishAll();
   Turns();
   EXPECT_EQ(disk_.writes(), 3u);
@@ -330,7 +331,7 @@ TEST_F(PageStoreDiskTest, AFailedWriteIsDoneAgainWhenTheDiskTakesBlocks) {
   EXPECT_EQ(store().report().Use().unwritten_blocks, 2u);
   EXPECT_EQ(store().Create(cache, Names(cache, text, 2))->match.hit_blocks, 2);
   disk_.takes = true;
-  store().long_calls().WriteAgain();
+  store().long_calls().LookAgain();
   Finish();
   EXPECT_EQ(disk_.stored.size(), 2u);
   EXPECT_EQ(store().report().Use().unwritten_blocks, 0u);
@@ -456,7 +457,7 @@ TEST_F(PageStoreDiskTest, RandomOperations) {
     const Text& text = texts[upto(kTexts)];
     const int blocks = 1 + static_cast<int>(upto(8));
     if (upto(2) == 0) store().long_calls().ReleaseSome();
-    switch (upto(12)) {
+    switch (upto(13)) {
       case 0:
       case 1:
       case 2: {
@@ -518,6 +519,15 @@ TEST_F(PageStoreDiskTest, RandomOperations) {
         Restart();
         ++restarts;
         break;
+      case 12: {
+        const CacheId cache = open(upto(3) == 0);
+        const auto names = Names(cache, text, static_cast<size_t>(blocks));
+        const auto retained = store().caches().Retain(cache, names, 25 * upto(5), upto(2) * upto(50));
+        ASSERT_TRUE(retained.ok()) << retained.status();
+        ASSERT_LE(retained->blocks, names.size());
+        test().clock.AdvanceNs(10000000);
+        break;
+      }
     }
     if (step % 16 == 0) store().report().CheckInvariants();
   }

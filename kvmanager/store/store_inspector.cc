@@ -125,7 +125,8 @@ StoreUse StoreInspector::Use() const {
 }
 
 absl::StatusOr<std::unique_ptr<Explanation>> StoreInspector::BeginExplain(CacheId cache, std::vector<BlockName> names) {
-  return MakeExplanation({parts_.caches, parts_.gone, parts_.disk, parts_.alive}, cache, std::move(names));
+  return MakeExplanation({parts_.caches, parts_.gone, parts_.disk, parts_.clock, parts_.alive}, cache,
+                         std::move(names));
 }
 
 absl::Status StoreInspector::SetQuotas(Quotas quotas) {
@@ -218,7 +219,7 @@ void StoreInspector::CheckInvariants() const {
   absl::flat_hash_map<const Cache*, uint64_t> named;
   struct TierSums {
     Slots slots;
-    uint64_t used_bytes = 0, evictable_bytes = 0, kept_bytes = 0;
+    uint64_t used_bytes = 0, evictable_bytes = 0, kept_bytes = 0, kept_longer_bytes = 0;
   };
   absl::flat_hash_map<const Tier*, TierSums> tiers;
   for (const Block& block : parts_.blocks->all()) {
@@ -264,6 +265,7 @@ void StoreInspector::CheckInvariants() const {
     }
     if (block.evictable) tier.evictable_bytes += bytes;
     if (block.evictable && block.kept) tier.kept_bytes += bytes;
+    if (block.evictable && block.retention.priority > Retention::kOfPolicy) tier.kept_longer_bytes += bytes;
     tier.used_bytes += bytes;
   }
   for (const auto& [block, count] : holders) KV_CHECK(blocks.contains(block));
@@ -293,6 +295,8 @@ void StoreInspector::CheckInvariants() const {
     KV_CHECK(retired ? used_bytes < tier->pool()->slot_bytes_used() : used_bytes == tier->pool()->slot_bytes_used());
     KV_CHECK(sum.evictable_bytes == tier->bytes().evictable &&
              sum.evictable_bytes == tier->pool()->reclaimable_bytes());
+    KV_CHECK(sum.kept_longer_bytes == tier->eviction().kept_longer().bytes);
+    tier->eviction().CheckInvariants();
     KV_CHECK(sum.kept_bytes == tier->bytes().kept && demoting_bytes[tier.get()] == tier->bytes().demoting);
   }
   for (const auto& [gauges, sum] : sums) {

@@ -48,6 +48,7 @@ class StoreInspector final : public StoreReport {
     const StoreReads* reads = nullptr;
     const GoneBlocks* gone = nullptr;
     const BlockDisk* disk = nullptr;  // nullptr: there is none
+    const Clock* clock = nullptr;
     std::weak_ptr<const bool> alive;
   };
 

@@ -100,4 +100,14 @@ PageGauges& StoreMetrics::PagesOf(const std::string& codec, const std::string& t
   return it->second;
 }
 
+RetainedGauges& StoreMetrics::RetainedIn(const std::string& tier) {
+  const auto [it, is_new] = retained_.try_emplace(tier);
+  if (!is_new) return it->second;
+  const MetricLabels labels = {{"tier", tier}};
+  it->second.blocks = &metrics_->Gauge("retained_blocks",
+                                       "Published blocks that nothing pins and that clients want kept longer", labels);
+  it->second.bytes = &metrics_->Gauge("retained_bytes", "Bytes of these blocks", labels);
+  return it->second;
+}
+
 }  // namespace kvmanager

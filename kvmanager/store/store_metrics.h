@@ -14,12 +14,21 @@
 
 namespace kvmanager {
 
+/// Of blocks that clients want kept longer; looked at once a second.
+struct RetainedGauges {
+  prometheus::Gauge* blocks = nullptr;
+  prometheus::Gauge* bytes = nullptr;
+};
+
 struct StoreMetrics {
   explicit StoreMetrics(Metrics* metrics);
 
   /// Gauges of pages and bytes of a codec by state, in a tier ("host", or "gpu" and its number); made on first use.
   /// `codec`: a registered codec's name.
   PageGauges& PagesOf(const std::string& codec, const std::string& tier = "host");
+
+  /// In a tier, named so; made on first use.
+  RetainedGauges& RetainedIn(const std::string& tier);
 
   prometheus::Counter& prefix_asked_blocks;
   prometheus::Counter& prefix_hit_blocks;
@@ -69,6 +78,7 @@ struct StoreMetrics {
  private:
   Metrics* metrics_;
   std::map<std::pair<std::string, std::string>, PageGauges> pages_;  // by codec and tier
+  std::map<std::string, RetainedGauges> retained_;                   // by tier
 };
 
 }  // namespace kvmanager

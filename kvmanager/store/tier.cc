@@ -41,7 +41,7 @@ Reservation::~Reservation() {
 }
 
 Tier::Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tier* lower, EvictionKind eviction,
-           TierOwner* owner)
+           const Clock* clock, TierOwner* owner)
     : device_(device.ordinal),
       memory_(std::move(memory)),
       lower_(lower),
@@ -50,7 +50,7 @@ Tier::Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tie
       epochs_(device.epochs),
       mover_(device.mover),
       owner_(owner),
-      eviction_(MakeEviction(eviction)) {}
+      eviction_(MakeRetainingEviction(eviction, clock)) {}
 
 bool Tier::CanReserve(const Cache& cache, const SlotCounts& counts) const {
   return pool_->CanAllocate(cache.tenant, WantedSlots(cache, counts), /*reclaim=*/true);
@@ -158,11 +158,13 @@ void Tier::SetReclaimable(const Block& block, bool reclaimable) {
   }
 }
 
-// What the disk has, too, can be read again; what it has not yet would be lost.
+// What the disk has, too, can be read again; what it has not yet would be lost. What a client wants to be kept longer
+// does not go for that.
 Block* Tier::NextToEvict(PayerId payer) const {
   Evictable* next = nullptr;
   if (owner_->WritesSoon(*this) && bytes_.evictable - bytes_.kept <= pool_->capacity_bytes() / kUnkeptShare) {
     next = eviction_->KeptVictim(payer);
+    if (next != nullptr && next->retention.priority > Retention::kOfPolicy) next = nullptr;
   }
   return static_cast<Block*>(next != nullptr ? next : eviction_->Victim(payer));
 }

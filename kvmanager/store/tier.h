@@ -16,7 +16,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "kvmanager/eviction/eviction_policy.h"
+#include "kvmanager/eviction/retaining_eviction.h"
 #include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/memory/slot_pool.h"
@@ -52,10 +52,10 @@ class TierOwner {
 
 class Tier {
  public:
-  /// What `device` names outlives it. lower: the next lower tier, to which device.mover moves pages; nullptr: this is
-  /// the lowest.
+  /// What `device` names outlives it, and so does clock. lower: the next lower tier, to which device.mover moves pages;
+  /// nullptr: this is the lowest.
   Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tier* lower, EvictionKind eviction,
-       TierOwner* owner);
+       const Clock* clock, TierOwner* owner);
 
   int device() const { return device_; }  // as CacheConfig::device
   std::string name() const { return device_ == CacheConfig::kHost ? "host" : absl::StrCat("gpu", device_); }
@@ -83,8 +83,8 @@ class Tier {
   bool awaits_release() const { return retired_slots() > 0 || bytes_.demoting > 0; }
   uint64_t retired_slots() const { return epochs_ == nullptr ? 0 : epochs_->retired_slots(); }
 
-  /// To be told which blocks are found, named and touched; the rest is the tier's.
-  EvictionPolicy& eviction() { return *eviction_; }
+  /// To be told which blocks are found, named, touched and retained; the rest is the tier's.
+  RetainingEviction& eviction() { return *eviction_; }
   void AddEvictable(Block* block);
   void RemoveEvictable(Block* block);
   /// Whether the next lower tier has a copy of `block`.
@@ -129,7 +129,7 @@ class Tier {
   ReleaseEpochs* const epochs_;
   PageMover* mover_;
   TierOwner* const owner_;
-  const std::unique_ptr<EvictionPolicy> eviction_;
+  const std::unique_ptr<RetainingEviction> eviction_;
   Bytes bytes_;
   std::vector<PageId> reusable_;  // scratch of Collect
   uint64_t retired_ = 0;          // slots ever given to `epochs_`

@@ -54,6 +54,7 @@ from .types import (
     PrefixMatch,
     PublishOutcome,
     ReadResult,
+    Retained,
     SequenceDescription,
     StepResult,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "PublishOutcome",
     "ReadResult",
     "ResourceExhaustedError",
+    "Retained",
     "Sequence",
     "SequenceDescription",
     "StepResult",

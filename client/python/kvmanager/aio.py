@@ -37,6 +37,7 @@ from .types import (
     PrefixMatch,
     PublishOutcome,
     ReadResult,
+    Retained,
     SequenceDescription,
     StepResult,
 )
@@ -324,6 +325,9 @@ class Client(_Owned):
     async def explain(self, names: BlockNames, cache_id: int = 0) -> dict[str, Any]:
         return await self._call(self.blocking.explain, names, cache_id)
 
+    async def retain(self, cache_id: int, names: BlockNames, priority: int, ttl_ms: int = 0) -> Retained:
+        return await self._call(self.blocking.retain, cache_id, names, priority, ttl_ms)
+
     async def drain(self, on: bool = True) -> None:
         await self._call(self.blocking.drain, on)
 
@@ -355,6 +359,9 @@ class Cache(_Owned):
 
     async def match(self, prefixes: Iterable[BlockNames]) -> list[PrefixMatch]:
         return await self._call(self.blocking.match, prefixes)
+
+    async def retain(self, names: BlockNames, priority: int, ttl_ms: int = 0) -> Retained:
+        return await self._call(self.blocking.retain, names, priority, ttl_ms)
 
     async def create_sequence(self, names: BlockNames | None = None, prompt_tokens: int = 0) -> Sequence:
         return Sequence(self._lease, await self._call(self.blocking.create_sequence, names, prompt_tokens))

@@ -25,6 +25,7 @@ from .types import (
     PrefixMatch,
     PublishOutcome,
     ReadResult,
+    Retained,
     SequenceDescription,
     StepResult,
 )
@@ -120,6 +121,16 @@ class Cache(Handle):
         results = (_lib.MatchResult * count)()
         check(lib.kvm_match(self._object, names, blocks, count, results))
         return [PrefixMatch(each.hit_blocks, _reason(each.reason)) for each in results]
+
+    def retain(self, names: BlockNames, priority: int, ttl_ms: int = 0) -> Retained:
+        """How long these blocks are kept when memory is short, in every memory of the daemon and on its disk; published
+        ones, in any order, at most 65,536. priority, 0..100: below 50 they go before all others of who pays for them (0:
+        they will not return); 50: as the daemon's eviction decides, which takes an earlier call back; above 50 they go
+        after all others, the lowest priority first. ttl_ms: then the eviction decides again, 0..315360000000; 0: with the
+        block, or the daemon. Nothing is kept for good: a tenant that retains all that it has loses of that. The last call
+        for a block counts. A block is of no use without those before it: retain them as well. What is nowhere is not
+        counted, and no error. InvalidArgumentError; UnimplementedError of daemons of earlier versions."""
+        return _retained(lib.kvm_retain, self._object, names=names, priority=priority, ttl_ms=ttl_ms)
 
     def create_sequence(self, names: BlockNames | None = None, prompt_tokens: int = 0) -> Sequence:
         """A sequence that begins with the blocks of `names` that were found (seq.hit_blocks). prompt_tokens: of its
@@ -520,6 +531,14 @@ def _names(names: BlockNames) -> BlockNames:
     if not isinstance(names, BlockNames):
         raise invalid("names", type(names).__name__, "BlockNames: block_names() or external_names() makes them")
     return names
+
+
+def _retained(call: Any, *of: Any, names: BlockNames, priority: int, ttl_ms: int) -> Retained:
+    """What kvm_retain or its like, of what `of` says, answers."""
+    values = (c_uint64 * 3)()
+    priority, ttl_ms = integer("priority", priority, 0, 100), integer("ttl_ms", ttl_ms, 0, _INT64_MAX)
+    check(call(*of, _names(names).data, len(names), priority, ttl_ms, values))
+    return Retained(values[0], values[1])
 
 
 def _prefixes(prefixes: Iterable[BlockNames | None]) -> tuple[bytes, ctypes.Array[c_uint32], int]:

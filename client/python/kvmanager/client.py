@@ -9,11 +9,18 @@ from typing import Any
 from . import _lib, arena
 from ._lib import Handle, check, lib
 from ._tensor import name_of
-from .cache import Cache
+from .cache import Cache, _retained
 from .device import Device
 from .errors import UnavailableError, encoded, integer, invalid
 from .names import BlockNames
-from .types import CacheDescription, DaemonDescription, LimitDescription, PeerDescription, SequenceDescription
+from .types import (
+    CacheDescription,
+    DaemonDescription,
+    LimitDescription,
+    PeerDescription,
+    Retained,
+    SequenceDescription,
+)
 
 _ARENA_MULTIPLE = 4096
 
@@ -205,6 +212,12 @@ class Client(Handle):
         check(lib.kvm_explain(self._object, integer("cache_id", cache_id, 0, 2**32 - 1), names.data, len(names)))
         explanation: dict[str, Any] = _lib.result()
         return explanation
+
+    def retain(self, cache_id: int, names: BlockNames, priority: int, ttl_ms: int = 0) -> Retained:
+        """Cache.retain of any tenant's cache: cache_id is its CacheDescription.id. NotFoundError: there is none."""
+        cache_id = integer("cache_id", cache_id, 0, 2**32 - 1)
+        call = lib.kvm_retain_in_cache
+        return _retained(call, self._object, cache_id, names=names, priority=priority, ttl_ms=ttl_ms)
 
     def drain(self, on: bool = True) -> None:
         """Refuses new sequences, forks and incoming hand-offs; on=False: no longer."""

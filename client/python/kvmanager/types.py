@@ -25,6 +25,13 @@ class BlocksWritten(NamedTuple):
     present: int
 
 
+class Retained(NamedTuple):
+    """blocks: of the names, that are in a memory or on the disk; nbytes: of these, each copy counted."""
+
+    blocks: int
+    nbytes: int
+
+
 class StepResult(NamedTuple):
     """(query token, context token) pairs read in either form; of a cache on a GPU, `done` is what the word `done` is at
     least when the output is there."""

@@ -54,6 +54,8 @@ class Coroutines(unittest.IsolatedAsyncioTestCase):
             await self.append(sequence, prompt)
             self.assertEqual(await sequence.publish(names), (2, 0, 0))
         self.assertEqual(await self.cache.match([names]), [(2, "none")])
+        self.assertEqual((await self.cache.retain(names, 80)).blocks, 2)
+        self.assertEqual((await self.client.retain(self.cache.description.id, names, 50)).blocks, 2)
         again = await self.cache.create_sequence(names)
         self.assertEqual((again.hit_blocks, again.miss_reason), (2, "none"))
         arena = await self.client.create_arena(1 << 16)

@@ -297,6 +297,51 @@ class ForksAndCrops(WithCache):
         numpy.testing.assert_allclose(self.attend(sequence, 0, tail.q[:1], 74), want, atol=RAW_ATOL)
 
 
+class Retentions(WithCache):
+    def priorities(self, names: kv.BlockNames) -> list[int]:
+        explained = self.client.explain(names, self.cache.description.id)
+        return [block["priority"] for block in explained["blocks"]]
+
+    def test_blocks_are_retained_and_given_back(self) -> None:
+        prompt = Prompt(30, 192)
+        names = self.cache.block_names(prompt.ids)
+        with self.cache.create_sequence() as sequence:
+            prompt.append(self.cache, sequence)
+            self.assertEqual(self.cache.retain(names, 80), (0, 0))  # not published so far
+            sequence.publish(names)
+        retained = self.cache.retain(names, 80, ttl_ms=3600000)
+        self.assertEqual(retained.blocks, 3)
+        self.assertGreater(retained.nbytes, 0)
+        self.assertEqual(self.cache.retain(names[2:], 0).blocks, 1)
+        self.assertEqual(self.priorities(names), [80, 80, 0])
+        (first, *_) = self.client.explain(names, self.cache.description.id)["blocks"]
+        self.assertTrue(3500000 < first["retained_ms"] <= 3600000, first)
+        # What others name is not theirs.
+        other = self.client.open_cache(**MODEL, codec=self.CODEC, tenant="another")
+        self.assertEqual(other.retain(names, 0), (0, 0))
+        self.assertEqual(self.client.retain(self.cache.description.id, names, 50).blocks, 3)
+        self.assertEqual(self.priorities(names), [50, 50, 50])
+        self.assertEqual(self.cache.retain(kv.BlockNames(), 100), (0, 0))
+
+    def test_what_cannot_be_asked_for(self) -> None:
+        names = self.cache.block_names(range(64))
+        for field, call in (
+            ("priority", lambda: self.cache.retain(names, 101)),
+            ("priority", lambda: self.cache.retain(names, -1)),
+            ("priority", lambda: self.cache.retain(names, 80.5)),
+            ("ttl_ms", lambda: self.cache.retain(names, 80, -1)),
+            ("ttlMs", lambda: self.cache.retain(names, 80, 2**63 - 1)),
+            ("ttl_ms", lambda: self.cache.retain(names, 80, 2**64)),
+            ("names", lambda: self.cache.retain([b"x"], 80)),
+            ("cache_id", lambda: self.client.retain(-1, names, 80)),
+        ):
+            with self.subTest(field), self.assertRaises(kv.InvalidArgumentError) as raised:
+                call()
+            self.assertEqual(raised.exception.field, field)
+        with self.assertRaises(kv.NotFoundError):
+            self.client.retain(999, names, 80)
+
+
 class Listings(WithCache):
     def test_the_daemon_says_what_it_holds(self) -> None:
         sequence = self.cache.create_sequence()

@@ -16,6 +16,7 @@ import torch
 from kvmanager.vllm import KvManagerConnector
 from kvmanager.vllm.connector import KVConnectorRole
 from kvmanager.vllm.messages import Finish, Load, StepPlan, Store
+from kvmanager.vllm.retention import Retention
 
 LAYERS, HEADS, HEAD_DIM, BLOCKS = 3, 4, 128, 48
 DEADLINE_S = 120
@@ -213,8 +214,8 @@ class Rank:
         STREAM.busy()
         self.step(plan, lambda layer: self.write(layer, indices, rows[layer]))
 
-    def finish(self, name: str) -> None:
-        self.step(StepPlan(finishes=[Finish(name, True)]))
+    def finish(self, name: str, retention: Retention | None = None) -> None:
+        self.step(StepPlan(finishes=[Finish(name, True, retention=retention)]))
 
     def load(self, name: str, hashes: list[bytes], ids: tuple[list[int], ...], first: int = 0) -> set[int]:
         """Loads blocks that an earlier step, still under way, writes to; returns block ids that were not loaded."""

@@ -178,6 +178,36 @@ class LifeTest(DaemonTestCase):
             client.purge()
             self.assertEqual([expected], second.run(request))
 
+    def priorities(self, engine: Engine, request) -> list[int]:
+        with kvmanager.connect(self.daemon.listen) as client:
+            cache = client.open_cache(**engine.workers[0].connector._worker.facts.describe(("", 0)))
+            names = cache.external_names([bytes(each) for each in request.block_hashes])
+            return [block["priority"] for block in client.explain(names, cache.description.id)["blocks"]]
+
+    def test_a_request_says_how_long_its_blocks_are_kept(self) -> None:
+        shared, params = prompt(24, 160), {"kvmanager_retention_priority": 80, "kvmanager_retention_ttl_s": 3600}
+        with self.engine() as engine:
+            first = engine.add("a", shared, output=1, params=params)
+            engine.run(first)
+            self.assertEqual([80] * 10, self.priorities(engine, first))
+            # One that will not return, behind what it shares.
+            second = engine.add("b", shared + prompt(25, 80), output=1, params={"kvmanager_retention_priority": 0})
+            engine.run(second)
+            self.assertEqual([80] * 10 + [0] * 5, self.priorities(engine, second))
+        # One that stores nothing, and loads.
+        with self.engine() as engine:
+            third = engine.add("c", shared + [1], output=1, params={"kvmanager_retention_priority": 90})
+            engine.run(third)
+            self.assertEqual(160, engine.loaded_tokens)
+            self.assertEqual([90] * 10, self.priorities(engine, third))
+            with self.assertLogs("vllm.kvmanager", "WARNING") as log:
+                for number, wrong in enumerate(("x", 101, None)):
+                    params = {"kvmanager_retention_priority": wrong, "kvmanager_retention_ttl_s": 1}
+                    (output,) = engine.run(engine.add(f"d{number}", shared, params=params))
+                    self.assertEqual(4, len(output))
+            self.assertEqual(1, len(log.output), log.output)
+            self.assertIn("kvmanager_retention_priority is 'x', must be an integer of 0..100", log.output[0])
+
     def test_many_at_once(self) -> None:
         prompts = [prompt(30, 100) + prompt(31 + i, 150) for i in range(8)]
         with self.engine(blocks=256) as first:

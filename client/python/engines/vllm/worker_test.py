@@ -15,6 +15,7 @@ import unittest
 import kvmanager
 import torch
 from engine_testing import DaemonTestCase
+from kvmanager.vllm.retention import Retention, retention_of
 from kvmanager_testing import Daemon
 from rank import BLOCKS, DEVICE, DEVICE_NAME, HEAD_DIM, HEADS, LAYERS, LAYOUTS, STREAM, Rank, StepPlan
 from rank import hashes_of, random_rows
@@ -258,6 +259,33 @@ class WorkerTest(DaemonTestCase):
             client.purge()
             self.assertEqual(set(there[:8]), rank.load("e", hashes, (there[:8],)))
         self.assertEqual(4, rank.stats["loads_failed"])
+
+    def test_blocks_of_a_finished_request_are_retained(self) -> None:
+        rank = self.rank()
+        rows, hashes = random_rows(9, 6, 16), hashes_of(9, 6)
+        for name, retention in (("a", Retention(80, 60000)), ("b", None), ("c", Retention(0, 0, first=4))):
+            rank.store(name, hashes, list(range(10, 16)), rows)
+            rank.finish(name, retention)
+        rank.settle()
+        with kvmanager.connect(self.daemon.listen) as client:
+            cache = client.open_cache(**rank.half.facts.describe(("", 0)))
+            explained = client.explain(cache.external_names(hashes), cache.description.id)
+        self.assertEqual([80] * 4 + [0] * 2, [block["priority"] for block in explained["blocks"]])
+
+    def test_what_requests_may_ask_of_retention(self) -> None:
+        priority, ttl_s = "kvmanager_retention_priority", "kvmanager_retention_ttl_s"
+        self.assertIsNone(retention_of({"do_remote_decode": True}, 3))
+        self.assertEqual(Retention(80, 0), retention_of({priority: 80}, 3))
+        self.assertEqual(Retention(100, 1500), retention_of({priority: 100, ttl_s: 1.5}, 3))
+        self.assertEqual(Retention(80, 1), retention_of({priority: 80, ttl_s: 1e-9}, 3))
+        # What the request found is shared with others: it goes no earlier for this one.
+        self.assertEqual(Retention(0, 0, first=3), retention_of({priority: 0}, 3))
+        for wrong in ({priority: -1}, {priority: 101}, {priority: True}, {priority: "80"}, {priority: 80.0}, {ttl_s: 5},
+                      {priority: [80]}, {priority: 10**30}, {priority: 80, ttl_s: 0}, {priority: 80, ttl_s: -1},
+                      {priority: 80, ttl_s: float("nan")}, {priority: 80, ttl_s: float("inf")},
+                      {priority: 80, ttl_s: "1"}, {priority: 80, ttl_s: True}, {priority: 80, ttl_s: 10**400}):
+            with self.subTest(wrong), self.assertRaisesRegex(ValueError, "must be"):
+                retention_of(wrong, 3)
 
     def test_the_daemon_dies_in_the_middle_of_a_load_and_comes_back(self) -> None:
         with Daemon(host_pool="64MiB") as daemon:

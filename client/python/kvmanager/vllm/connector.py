@@ -77,7 +77,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
             logger.warning('kv_load_failure_policy is not "recompute": a load that fails will end its request')
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
-                self._facts, self._settings, transfer.is_kv_producer, transfer.is_kv_consumer
+                self._facts, self._settings, transfer.is_kv_producer, transfer.is_kv_consumer, logger
             )
         else:
             self._worker = WorkerHalf(self._facts, self._settings, logger)

@@ -2,7 +2,7 @@
 
     StoreJob    copies blocks that the daemon does not have into extents, encodes them, and writes them
     LoadJob     reads blocks into extents, decodes them, and copies them into the paged cache
-    FinishJob   hands a finished request's blocks to another daemon
+    FinishJob   retains a finished request's blocks, and hands them to another daemon
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from .._link import Session
 from ..cache import BlockNames, Cache
-from ..errors import Error, ResourceExhaustedError, UnavailableError
+from ..errors import DeadlineExceededError, Error, ResourceExhaustedError, UnavailableError
 from ..paged import Fence
 from ..stored import Extent
 from .messages import Finish, Load, Store
+from .retention import Retention, retain
 
 if TYPE_CHECKING:
     from .worker import WorkerHalf
@@ -307,7 +308,7 @@ class LoadJob:
 
 
 class FinishJob:
-    """Hands a finished request's blocks to another daemon, where that was asked for."""
+    """Retains a finished request's blocks, and hands them to another daemon, where that was asked for."""
 
     def __init__(self, half: WorkerHalf, finish: Finish, tenant: str, hashes: list[bytes]) -> None:
         self._half, self._finish = half, finish
@@ -315,6 +316,8 @@ class FinishJob:
 
     def run(self, session: Session) -> None:
         half, name, peer = self._half, self._finish.request, self._finish.peer
+        if self._finish.retention is not None and self._hashes:
+            self._retain(session, self._finish.retention)
         if not peer or not self._hashes:
             return
         if not half.settings.may_hand_to(peer):
@@ -335,6 +338,14 @@ class FinishJob:
 
         # The receiver's blocks have the same names: who decodes there finds them.
         session.when_done(sequence.hand_off_async(peer, timeout_ms=_HAND_OFF_MS), done)
+
+    def _retain(self, session: Session, retention: Retention) -> None:
+        try:
+            retain(session, (self._tenant, self._half.facts.rank), self._hashes, retention)
+        except (DeadlineExceededError, UnavailableError):
+            raise
+        except Error as error:  # of an earlier daemon, for example: they are kept as usual
+            self._half.log(f"blocks of request {self._finish.request} are not retained", error)
 
     def fail(self, error: Error) -> None:
         if self._finish.peer:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from .retention import Retention
+
 
 @dataclass
 class Load:
@@ -33,11 +35,12 @@ class Store:
 @dataclass
 class Finish:
     """No more stores of a request. report: its blocks are kept until the workers say that they were read. peer: hand
-    what was stored to the daemon there."""
+    what was stored to the daemon there. retention: of its blocks in the daemon; None: as usual."""
 
     request: str
     report: bool
     peer: str = ""
+    retention: Retention | None = None
 
 
 @dataclass

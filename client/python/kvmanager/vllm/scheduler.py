@@ -22,6 +22,7 @@ from ..errors import Error
 from .facts import Facts, Settings, tenant_of
 from .messages import Finish, Load, StepPlan, Store
 from .metrics import KvManagerStats
+from .retention import Retain, Retention, retention_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -81,6 +82,7 @@ class RequestState:
         self.barred = False
         self.earlier = False  # of an era that has ended: nothing more is stored
         self.table: list[list[int]] = []  # block ids by group
+        self.found: int | None = None  # blocks that it began with, of the engine's or the daemon's
         self.stored = 0  # blocks that are in the daemon, or were planned to be
         self.sent = 0  # hashes that the workers were told
         self.any_store = False
@@ -92,8 +94,9 @@ class RequestState:
 class SchedulerHalf:
     """Belongs to the scheduler's thread."""
 
-    def __init__(self, facts: Facts, settings: Settings, producer: bool, consumer: bool) -> None:
-        self._facts, self._settings = facts, settings
+    def __init__(self, facts: Facts, settings: Settings, producer: bool, consumer: bool, logger) -> None:
+        self._facts, self._settings, self._logger = facts, settings, logger
+        self._warned = False  # of a retention that no request may ask for
         self._producer, self._consumer = producer, consumer
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
@@ -116,6 +119,8 @@ class SchedulerHalf:
         """KVConnectorBase_V1.get_num_new_matched_tokens."""
         block = self._facts.block_tokens
         state = self._state(request)
+        if state.found is None:  # later, after a preemption, its own blocks would be among them
+            state.found = computed_tokens // block
         if not self._consumer or state.barred or state.loading or computed_tokens % block:
             return 0, False
         usable = (request.num_tokens - 1) // block * block
@@ -192,6 +197,8 @@ class SchedulerHalf:
         self._loads.append(
             Load(request.request_id, state.tenant, self._hashes(request, 0, first + count), first, ids)
         )
+        if not state.any_store:
+            state.found = first + count
         state.loading, state.load_ids = True, {each for group in ids for each in group}
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
@@ -260,15 +267,28 @@ class SchedulerHalf:
             return False, None
         params = request.kv_transfer_params or {}
         remote_decode = bool(params.get("do_remote_decode")) and self._producer
+        retention = self._retention(params, state)
         if not state.any_store:
+            if retention is not None and state.stored > 0:
+                hashes = self._hashes(request, 0, state.stored)
+                self.link.submit(Retain(state.tenant, hashes, self._facts.ranks, retention))
             return False, self._promise(state) if remote_decode else None
         # Blocks of a request that loads are kept until the load is reported; blocks that were preempted are gone.
         report = not state.loading and not state.preempted
         peer = str(params.get("kvmanager_peer") or self._settings.peer) if remote_decode else ""
-        self._finishes.append(Finish(request.request_id, report, peer))
+        self._finishes.append(Finish(request.request_id, report, peer, retention))
         if report:
             self._sending.add(request.request_id)
         return report, self._promise(state) if remote_decode else None
+
+    def _retention(self, params: dict[str, Any], state: RequestState) -> Retention | None:
+        try:
+            return None if state.earlier else retention_of(params, state.found or 0)
+        except ValueError as error:
+            if not self._warned:
+                self._logger.warning("kvmanager: a request is served, and its blocks are kept as usual: %s", error)
+            self._warned = True
+            return None
 
     def _promise(self, state: RequestState) -> dict[str, Any]:
         """kv_transfer_params of the request that decodes."""
