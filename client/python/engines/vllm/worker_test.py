@@ -15,11 +15,12 @@ import unittest
 import kvmanager
 import torch
 from engine_testing import DaemonTestCase
-from kvmanager.vllm.retention import Retention, retention_of
 from kvmanager_testing import Daemon
 from rank import BLOCKS, DEVICE, DEVICE_NAME, HEAD_DIM, HEADS, LAYERS, LAYOUTS, STREAM, Rank, StepPlan
 from rank import hashes_of, random_rows
-from stand_in import USED
+from stand_in import USED  # before what needs vLLM
+
+from kvmanager.vllm.retention import Retention, retention_of
 
 DEADLINE_S = 120
 

@@ -84,6 +84,13 @@ class ServeTest(unittest.TestCase):
         self.daemon.start()
         self.assertEqual(0, published(self.daemon))
 
+    def assert_retained(self, blocks: int) -> None:
+        """The daemon looks at this once a second."""
+        end = time.monotonic() + _STORE_S
+        while (found := metric(self.daemon, "kvmanager_retained_blocks")) != blocks and time.monotonic() < end:
+            time.sleep(0.1)
+        self.assertEqual(blocks, found)
+
     def prompt_blocks(self) -> int:
         return sum(len(prompt) // BLOCK_TOKENS for prompt in self.prompts)
 
@@ -110,6 +117,10 @@ class ServeTest(unittest.TestCase):
         with self.server("raw").ready() as second:
             self.assertEqual(found, self.answers(second))
             self.assert_hits(second)
+            self.assert_retained(0)
+            keep = {"kvmanager_retention_priority": 80, "kvmanager_retention_ttl_s": 3600}
+            second.generate(self.prompts[0], 1, keep)
+            self.assert_retained(len(self.prompts[0]) // BLOCK_TOKENS)
         self.assertGreaterEqual(metric(self.daemon, "kvmanager_disk_read_blocks_total"), self.prompt_blocks())
 
     def likelihood(self, answers: list[tuple[str, list[int]]]) -> float:

@@ -108,9 +108,11 @@ class Server:
         """A user's message in the model's chat template, where the answer begins."""
         return json.loads(self._post("/tokenize", {"model": NAME, "messages": [{"role": "user", "content": text}]}))["tokens"]
 
-    def generate(self, prompt: list[int], tokens: int) -> tuple[str, list[int]]:
-        """Text and token ids that follow, greedily; at most so many."""
+    def generate(self, prompt: list[int], tokens: int, transfer: dict | None = None) -> tuple[str, list[int]]:
+        """Text and token ids that follow, greedily; at most so many. transfer: kv_transfer_params."""
         body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
+        if transfer is not None:
+            body["kv_transfer_params"] = transfer
         choice = json.loads(self._post("/v1/completions", body))["choices"][0]
         return choice["text"], choice["token_ids"]
 
