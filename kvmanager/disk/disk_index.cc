@@ -159,8 +159,7 @@ uint64_t DiskIndex::Retain(const CacheDigest& cache, const BlockKey& key, const 
 }
 
 RetainingEviction::Use DiskIndex::EndRetentions() {
-  constexpr int kEndsAtOnce = 512;  // 1 ms
-  eviction_->EndSome(kEndsAtOnce);
+  eviction_->EndSome();
   return eviction_->kept_longer();
 }
 

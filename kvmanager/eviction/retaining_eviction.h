@@ -30,7 +30,8 @@ namespace kvmanager {
 
 class RetainingEviction final : public EvictionPolicy {
  public:
-  static constexpr int kEndsAtOnce = 2;  // that Add and the three of victims notice: some 10 us
+  static constexpr int kEndsAtOnce = 2;    // that Add and the three of victims notice: some 10 us
+  static constexpr int kEndsInATurn = 512;  // that EndSome notices: 1 ms
 
   /// clock: outlives it; Retention::until_ns is of it.
   RetainingEviction(std::unique_ptr<EvictionPolicy> policy, const Clock* clock, int ends_at_once = kEndsAtOnce)
@@ -49,8 +50,8 @@ class RetainingEviction final : public EvictionPolicy {
   /// Of a block that is evictable or not: from now on, whatever it was before. O(log n). REQUIRES: a priority of at
   /// most Retention::kPriorityMax.
   void Retain(Evictable* block, Retention retention);
-  /// Notices up to `blocks_max` retentions that have ended. For now and then: nothing depends on it.
-  void EndSome(int blocks_max);
+  /// Notices some retentions that have ended. For now and then: nothing depends on it.
+  void EndSome() { EndSome(kEndsInATurn); }
 
   struct Use {
     uint64_t blocks = 0, bytes = 0;
@@ -72,6 +73,7 @@ class RetainingEviction final : public EvictionPolicy {
   void Put(Evictable* block);  // where its retention says
   void Take(Evictable* block);
   void NoteNextEnd(uint32_t id, Payer* payer);
+  void EndSome(int blocks_max);
   void EndSome(uint32_t first_payer, int blocks_max);
   void EndFirst(uint32_t payer);
   Evictable* Next(uint32_t payer, Of which);

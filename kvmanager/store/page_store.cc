@@ -27,7 +27,6 @@
 namespace kvmanager {
 namespace {
 
-constexpr int kEndsAtOnce = 512;  // of retentions, in each memory: 1 ms
 
 // The parts of a store, wired together.
 class PageStoreImpl final : public PageStore, private LongCalls, private TierOwner {
@@ -129,7 +128,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   void LookAgain() override {
     disk_writes_.TryAgain();
     for (const auto& tier : tiers_) {
-      tier->eviction().EndSome(kEndsAtOnce);
+      tier->eviction().EndSome();
       const RetainingEviction::Use& kept = tier->eviction().kept_longer();
       RetainedGauges& gauges = metrics_->RetainedIn(tier->name());
       gauges.blocks->Set(static_cast<double>(kept.blocks));

@@ -21,7 +21,6 @@ class RetainingImpl final : public Retaining {
     const auto found = parts_.caches->Find(id_);
     if (status_ = found.status(); !status_.ok()) return false;
     const CacheDigest digest = (*found)->digest;
-    copies_.clear();
     for (const auto& tier : *parts_.tiers) {
       if (const auto cache = parts_.caches->FindIn(digest, *tier)) copies_.push_back(cache);
     }

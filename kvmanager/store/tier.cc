@@ -158,15 +158,18 @@ void Tier::SetReclaimable(const Block& block, bool reclaimable) {
   }
 }
 
-// What the disk has, too, can be read again; what it has not yet would be lost. What a client wants to be kept longer
-// does not go for that.
+// What the disk has, too, can be read again; what it has not yet would be lost: others go for it, but for what a client
+// wants to be kept longer. What is to go early goes, written or not.
 Block* Tier::NextToEvict(PayerId payer) const {
-  Evictable* next = nullptr;
-  if (owner_->WritesSoon(*this) && bytes_.evictable - bytes_.kept <= pool_->capacity_bytes() / kUnkeptShare) {
-    next = eviction_->KeptVictim(payer);
-    if (next != nullptr && next->retention.priority > Retention::kOfPolicy) next = nullptr;
-  }
-  return static_cast<Block*>(next != nullptr ? next : eviction_->Victim(payer));
+  Evictable* const next = eviction_->Victim(payer);
+  const auto waits_for_disk = [&] {
+    return !next->kept && next->retention.priority >= Retention::kOfPolicy && owner_->WritesSoon(*this) &&
+           bytes_.evictable - bytes_.kept <= pool_->capacity_bytes() / kUnkeptShare;
+  };
+  if (next == nullptr || !waits_for_disk()) return static_cast<Block*>(next);
+  Evictable* const kept = eviction_->KeptVictim(payer);
+  const bool goes_for_it = kept != nullptr && kept->retention.priority <= Retention::kOfPolicy;
+  return static_cast<Block*>(goes_for_it ? kept : next);
 }
 
 // Of whoever has most beyond its guarantee: who would give next, whoever asks.
