@@ -1,98 +1,42 @@
 // What an operator is told of blocks, one reason after the other. The disk is what the test says.
 #include <gtest/gtest.h>
 
-#include <utility>
+#include <string>
+#include <vector>
 
-#include "kvmanager/store/fake_disk.h"
+#include "kvmanager/store/disk_fixture.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/store_fixture.h"
 
 namespace kvmanager {
 namespace {
 
-using testing::FakeDisk;
 using testing::kPage;
 using testing::MakeConfig;
 using testing::MakeText;
 using testing::TestDevice;
-using testing::TestStore;
 using testing::Text;
 
 // TenantLabel of "a" and "b".
 constexpr char kLabelA[] = "ca978112", kLabelB[] = "3e23e816";
 
-class PageStoreExplainTest : public ::testing::Test {
+class PageStoreExplainTest : public testing::PageStoreOnDiskTest {
  protected:
-  void TearDown() override {
-    if (test_ == nullptr) return;
-    Finish();
-    if (test_->store != nullptr) test_->store->report().CheckInvariants();
+  PageStoreExplainTest() {
+    pool_bytes_ = 4 << 20;
+    has_disk_ = false;
   }
-  TestStore& test() {
-    if (test_ == nullptr) {
-      test_ = std::make_unique<TestStore>(pool_bytes_, device_bytes_, moves_, EvictionKind::kLru,
-                                          has_disk_ ? &disk_ : nullptr);
-      test_->store->long_calls().OnLeftovers([this] { left_ = true; });
-    }
-    return *test_;
-  }
-  PageStore& store() { return *test().store; }
-  void Finish() {
-    do {
-      while (std::exchange(left_, false)) {
-        while (store().long_calls().ReleaseSome()) {
-        }
-      }
-      test().executor.FinishAll();
-      test().device.executor.FinishAll();
-      test().device.mover.FinishAll();
-      disk_.FinishAll();
-    } while (left_ || test().executor.jobs() + test().device.mover.moves() + disk_.writes() + disk_.reads() > 0);
-  }
-  void Restart() {
-    Finish();
-    test_ = nullptr;
-  }
-  // Published blocks that nobody uses.
+  // On the disk, too, if there is one.
   void Publish(CacheId cache, const Text& text, int blocks) {
-    const SequenceId sequence = store().Create(cache, {})->sequence;
-    const CacheConfig config = store().caches().Describe(cache)->config;
-    if (config.device == CacheConfig::kHost) {
-      ASSERT_TRUE(test().AppendAll(cache, sequence, text, 0, blocks * kPage).ok());
-    } else {
-      AppendEntry entry;
-      entry.sequence = sequence;
-      entry.tokens = blocks * kPage;
-      ASSERT_TRUE(store().Append(cache, {0, config.layers}, {&entry, 1}).ok());
-    }
-    Finish();
-    ASSERT_TRUE(store().Publish(sequence, Names(cache, text, blocks)).ok());
-    store().Drop(sequence);
+    PageStoreOnDiskTest::Publish(cache, text, blocks);
     Finish();
   }
   // Until some block was evicted.
   void Crowd(CacheId cache) {
     const double before = test().store_metrics.evicted_blocks.Value();
-    for (; test().store_metrics.evicted_blocks.Value() == before; salt_ += 1000) {
-      ASSERT_NO_FATAL_FAILURE(Publish(cache, MakeText(8 * kPage, salt_), 8));
+    for (; !HasFailure() && test().store_metrics.evicted_blocks.Value() == before; salt_ += 1000) {
+      Publish(cache, MakeText(8 * kPage, salt_), 8);
     }
-  }
-  std::vector<BlockName> Names(CacheId cache, const Text& text, size_t blocks) {
-    auto names = test().Names(cache, text);
-    names.resize(blocks);
-    return names;
-  }
-  Explained Explain(CacheId cache, std::vector<BlockName> names) {
-    auto explanation = store().report().BeginExplain(cache, std::move(names));
-    EXPECT_TRUE(explanation.ok()) << explanation.status();
-    while ((*explanation)->DoPiece()) {
-    }
-    auto explained = (*explanation)->Take();
-    EXPECT_TRUE(explained.ok()) << explained.status();
-    return *std::move(explained);
-  }
-  BlockExplanation Explain(CacheId cache, const BlockName& name) {
-    return Explain(cache, std::vector<BlockName>{name}).blocks.at(0);
   }
   CacheId OpenOnDevice(const std::string& codec) {
     CacheConfig config = MakeConfig(codec, 0);
@@ -100,12 +44,7 @@ class PageStoreExplainTest : public ::testing::Test {
     return test().Open(config);
   }
 
-  FakeDisk disk_;  // outlives the stores
-  uint64_t pool_bytes_ = 4 << 20, device_bytes_ = 0;
-  bool moves_ = false, has_disk_ = false;
-  bool left_ = false;  // something for ReleaseSome
   uint32_t salt_ = 1'000'000;
-  std::unique_ptr<TestStore> test_;
 };
 
 TEST_F(PageStoreExplainTest, WhatIsThereAndWhatNeverWas) {
@@ -296,9 +235,7 @@ TEST_F(PageStoreExplainTest, OnTheDiskAndOnTheWay) {
     EXPECT_EQ(block.place, BlockPlace::kDisk);
     EXPECT_EQ(block.tier, kDiskTier);
   }
-  const auto load = store().long_calls().BeginLoad(cache, names, 0);
-  while (load->DoPiece()) {
-  }
+  const auto load = BeginLoad(cache, names);
   EXPECT_EQ(Explain(cache, names[0]).place, BlockPlace::kArriving);
   testing::LoadAll(*load, [this] { Finish(); });
   EXPECT_EQ(Explain(cache, names[0]).place, BlockPlace::kMemory);
@@ -324,9 +261,7 @@ TEST_F(PageStoreExplainTest, LostByTheDisk) {
   const CacheDigest digest = store().caches().Describe(cache)->digest;
   disk_.Evict({digest, names[2].key});
   disk_.stored.at({digest, names[1].key}).pages[0][7] ^= 1;
-  auto load = store().long_calls().BeginLoad(cache, names, 0);
-  testing::LoadAll(*load, [this] { Finish(); });
-  load = nullptr;
+  Load(cache, names);
   const Explained all = Explain(cache, names);
   EXPECT_EQ(all.blocks[0].place, BlockPlace::kMemory);
   ASSERT_TRUE(all.blocks[1].gone.has_value() && all.blocks[2].gone.has_value());

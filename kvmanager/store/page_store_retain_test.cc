@@ -1,12 +1,13 @@
 // Blocks that clients want kept longer, or less long: in one memory, in two, and on a disk; of one tenant and of two.
 #include <gtest/gtest.h>
 
-#include <cstring>
-#include <utility>
+#include <algorithm>
+#include <cstdint>
+#include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/store/disk_fixture.h"
 #include "kvmanager/store/fake_disk.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/store_fixture.h"
@@ -19,7 +20,6 @@ using testing::kPage;
 using testing::MakeConfig;
 using testing::MakeText;
 using testing::TestDevice;
-using testing::TestStore;
 using testing::Text;
 
 constexpr uint64_t kSlabBytes = 2 << 20;
@@ -48,12 +48,8 @@ class PageStoreRetainTest : public testing::PageStoreTest {
   }
   // So many are there; of a prefix whose beginning may be lost.
   int There(CacheId cache, const std::vector<BlockName>& names) {
-    const auto explanation = store().report().BeginExplain(cache, names);
-    while ((*explanation)->DoPiece()) {
-    }
-    const auto explained = (*explanation)->Take();
     int there = 0;
-    for (const BlockExplanation& block : explained->blocks) there += block.place != BlockPlace::kNowhere;
+    for (const BlockExplanation& block : Explain(cache, names).blocks) there += block.place != BlockPlace::kNowhere;
     return there;
   }
   int Hits(CacheId cache, const std::vector<BlockName>& names) {
@@ -204,20 +200,14 @@ TEST_F(PageStoreRetainTest, IsExplained) {
   Retain(cache, {names[0]}, 100);
   Retain(cache, {names[1]}, 20, 5000);
   test().clock.AdvanceNs(1000 * kMs + 1);
-  const auto explain = [&] {
-    const auto explanation = store().report().BeginExplain(cache, names);
-    while ((*explanation)->DoPiece()) {
-    }
-    return *(*explanation)->Take();
-  };
-  Explained explained = explain();
+  Explained explained = Explain(cache, names);
   EXPECT_EQ(explained.blocks[0].priority, 100);
   EXPECT_EQ(explained.blocks[0].ends_ms, 0u);
   EXPECT_EQ(explained.blocks[1].priority, 20);
   EXPECT_EQ(explained.blocks[1].ends_ms, 4000u);
   EXPECT_EQ(explained.blocks[2].priority, Retention::kOfPolicy);
   test().clock.AdvanceNs(4000 * kMs);
-  explained = explain();
+  explained = Explain(cache, names);
   EXPECT_EQ(explained.blocks[1].priority, Retention::kOfPolicy);
   EXPECT_EQ(explained.blocks[1].ends_ms, 0u);
 }
@@ -253,58 +243,33 @@ TEST_F(RetainOfTwoTenantsTest, WhatOneRetainsCostsTheOtherNothing) {
   EXPECT_EQ(Hits(a, names), 32);
 }
 
-class RetainOnDiskTest : public ::testing::Test {
+class RetainOnDiskTest : public testing::PageStoreOnDiskTest {
  protected:
-  void TearDown() override {
-    Finish();
-    test_->store->report().CheckInvariants();
-  }
-  void Start() {
-    test_ = std::make_unique<TestStore>(16 << 20, 0, false, EvictionKind::kLru, &disk_);
-    test_->store->long_calls().OnLeftovers([this] { left_ = true; });
-    cache_ = test_->Open(MakeConfig("raw", 0));
-  }
-  PageStore& store() { return *test_->store; }
-  void Finish() {
-    do {
-      while (std::exchange(left_, false)) {
-        while (store().long_calls().ReleaseSome()) {
-        }
-      }
-      test_->executor.FinishAll();
-      disk_.FinishAll();
-    } while (left_ || test_->executor.jobs() + disk_.writes() + disk_.reads() > 0);
-  }
+  void SetUp() override { cache_ = test().Open(MakeConfig("raw", 0)); }
   std::vector<BlockName> Publish(uint32_t salt, int blocks) {
-    const Text text = MakeText(blocks * kPage, salt);
-    const SequenceId sequence = store().Create(cache_, {})->sequence;
-    EXPECT_TRUE(test_->AppendAll(cache_, sequence, text, 0, blocks * kPage).ok());
-    auto names = test_->Names(cache_, text);
-    EXPECT_TRUE(store().Publish(sequence, names).ok());
-    store().Drop(sequence);
-    return names;
+    return PageStoreOnDiskTest::Publish(cache_, MakeText(blocks * kPage, salt), blocks);
+  }
+  // So much that of the first ones the disk alone is left.
+  void FillPool() {
+    for (uint32_t i = 0; i < 20; ++i) {
+      Publish(100 + i, kRun);
+      Finish();
+    }
   }
   Retention OnDisk(const BlockName& name) {
     return disk_.stored.at({store().caches().Describe(cache_)->digest, name.key}).block.retention;
   }
-  std::vector<BlockExplanation> Explain(const std::vector<BlockName>& names) {
-    const auto explanation = store().report().BeginExplain(cache_, names);
-    while ((*explanation)->DoPiece()) {
-    }
-    return (*explanation)->Take()->blocks;
-  }
 
-  FakeDisk disk_;
-  bool left_ = false;
-  std::unique_ptr<TestStore> test_;
   CacheId cache_ = 0;
 };
 
 TEST_F(RetainOnDiskTest, FollowsABlockToTheDiskAndBack) {
-  Start();
-  const auto before = Publish(1, 2), behind = Publish(2, 2);
   // Before it is written.
+  disk_.writes_max = 0;
+  const auto before = Publish(1, 2);
   EXPECT_EQ(store().caches().Retain(cache_, before, 80, 0)->blocks, 2u);
+  disk_.writes_max = SIZE_MAX;
+  const auto behind = Publish(2, 2);
   Finish();
   EXPECT_EQ(OnDisk(before[1]), (Retention{80, 0}));
   // And behind that: both copies count.
@@ -313,65 +278,46 @@ TEST_F(RetainOnDiskTest, FollowsABlockToTheDiskAndBack) {
   EXPECT_EQ(retained->bytes, 2 * (kBlockBytes + FakeDisk::kRetainedBytes));
   EXPECT_EQ(OnDisk(behind[0]), (Retention{90, 5000 * kMs}));
   // The disk alone has it, then both.
-  for (const auto& names : {before, behind}) store().caches().Retain(cache_, names, 0, 0);
-  for (uint32_t i = 0; i < 20; ++i) Publish(100 + i, kRun), Finish();
-  ASSERT_EQ(Explain(before)[0].place, BlockPlace::kDisk);
+  for (const auto& names : {before, behind}) {
+    EXPECT_TRUE(store().caches().Retain(cache_, names, 0, 0).ok());
+  }
+  FillPool();
+  ASSERT_EQ(Explain(cache_, before[0]).place, BlockPlace::kDisk);
   EXPECT_EQ(store().caches().Retain(cache_, before, 70, 0)->bytes, 2 * FakeDisk::kRetainedBytes);
-  EXPECT_EQ(Explain(before)[0].priority, 70);
-  const auto load = store().long_calls().BeginLoad(cache_, before, 0);
-  testing::LoadAll(*load, [this] { Finish(); });
-  ASSERT_EQ(Explain(before)[0].place, BlockPlace::kMemory);
-  EXPECT_EQ(Explain(before)[0].priority, 70);
+  EXPECT_EQ(Explain(cache_, before[0]).priority, 70);
+  const auto load = Load(cache_, before);
+  ASSERT_EQ(Explain(cache_, before[0]).place, BlockPlace::kMemory);
+  EXPECT_EQ(Explain(cache_, before[0]).priority, 70);
 }
 
 TEST_F(RetainOnDiskTest, NamedAnewWhereTheDiskRetainsIt) {
-  Start();
   const auto names = Publish(1, 2);
   Finish();
-  store().caches().Retain(cache_, names, 0, 0);
-  for (uint32_t i = 0; i < 20; ++i) Publish(100 + i, kRun), Finish();
-  ASSERT_EQ(Explain(names)[1].place, BlockPlace::kDisk);
-  store().caches().Retain(cache_, names, 80, 0);
+  EXPECT_TRUE(store().caches().Retain(cache_, names, 0, 0).ok());
+  FillPool();
+  ASSERT_EQ(Explain(cache_, names[1]).place, BlockPlace::kDisk);
+  EXPECT_TRUE(store().caches().Retain(cache_, names, 80, 0).ok());
   Publish(1, 2);
-  EXPECT_EQ(Explain(names)[1].place, BlockPlace::kMemory);
-  EXPECT_EQ(Explain(names)[1].priority, 80);
+  EXPECT_EQ(Explain(cache_, names[1]).place, BlockPlace::kMemory);
+  EXPECT_EQ(Explain(cache_, names[1]).priority, 80);
 }
 
-class RetainInTwoMemoriesTest : public testing::PageStoreTest {
+class RetainInTwoMemoriesTest : public testing::PageStoreOnDiskTest {
  protected:
   RetainInTwoMemoriesTest() {
     device_bytes_ = 4 << 20;
     moves_ = true;
+    has_disk_ = false;
   }
   CacheConfig Config(int device) {
     CacheConfig config = MakeConfig("raw", 0, "a", 1);
     config.device = device;
     return config;
   }
-  void Land() {
-    test().device.mover.FinishAll();
-    test().executor.FinishAll();
-    test().device.executor.FinishAll();
-  }
   std::vector<BlockName> Publish(CacheId cache, uint32_t salt, int blocks) {
-    const Text text = MakeText(blocks * kPage, salt);
-    const SequenceId sequence = Create(cache);
-    AppendEntry entry;
-    entry.sequence = sequence;
-    entry.tokens = blocks * kPage;
-    EXPECT_TRUE(store().Append(cache, {0, 1}, {&entry, 1}).ok());
-    Land();
-    auto names = Names(cache, text, blocks);
-    EXPECT_EQ(store().Publish(sequence, names)->published, blocks);
-    store().Drop(sequence);
-    Land();
+    auto names = PageStoreOnDiskTest::Publish(cache, MakeText(blocks * kPage, salt), blocks);
+    Finish();
     return names;
-  }
-  int PriorityIn(CacheId cache, const BlockName& name) {
-    const auto explanation = store().report().BeginExplain(cache, {name});
-    while ((*explanation)->DoPiece()) {
-    }
-    return (*explanation)->Take()->blocks[0].priority;
   }
 };
 
@@ -386,12 +332,12 @@ TEST_F(RetainInTwoMemoriesTest, FollowsABlockThatIsDemoted) {
   }
   const CacheId host = test().Open(Config(CacheConfig::kHost));
   ASSERT_EQ(store().caches().Match(host, names)->hit_blocks, 4);
-  EXPECT_EQ(PriorityIn(host, names[0]), 0);
+  EXPECT_EQ(Explain(host, names[0]).priority, 0);
   // Both copies, from either cache.
   for (const CacheId from : {gpu, host}) {
     const uint32_t priority = from == gpu ? 70 : 75;
     ASSERT_EQ(store().caches().Retain(from, names, priority, 0)->blocks, 4u);
-    EXPECT_EQ(PriorityIn(host, names[0]), static_cast<int>(priority));
+    EXPECT_EQ(Explain(host, names[0]).priority, static_cast<int>(priority));
   }
   store().report().CheckInvariants();
 }

@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvmanager/store/store_testing.h"
@@ -23,11 +24,14 @@ inline Text MakeText(int tokens, uint32_t salt = 0) {
 class PageStoreTest : public ::testing::Test {
  protected:
   void TearDown() override {
-    if (test_ != nullptr) test_->store->report().CheckInvariants();
+    if (test_ != nullptr && test_->store != nullptr) test_->store->report().CheckInvariants();
   }
   TestStore& test() {
-    if (test_ == nullptr) test_ = std::make_unique<TestStore>(pool_bytes_, device_bytes_, moves_);
+    if (test_ == nullptr) test_ = MakeStore();
     return *test_;
+  }
+  virtual std::unique_ptr<TestStore> MakeStore() {
+    return std::make_unique<TestStore>(pool_bytes_, device_bytes_, moves_);
   }
   PageStore& store() { return *test().store; }
   SequenceId Create(CacheId cache) { return store().Create(cache, {})->sequence; }
@@ -48,6 +52,12 @@ class PageStoreTest : public ::testing::Test {
     auto names = test().Names(cache, text);
     names.resize(blocks);
     return names;
+  }
+  Explained Explain(CacheId cache, std::vector<BlockName> names) {
+    return ExplainAll(store(), cache, std::move(names));
+  }
+  BlockExplanation Explain(CacheId cache, const BlockName& name) {
+    return Explain(cache, std::vector<BlockName>{name}).blocks.at(0);
   }
   double Gauge(const std::string& series) {
     const std::string text = test().metrics.Text();

@@ -329,6 +329,13 @@ void LoadAll(DiskLoad& load, absl::FunctionRef<void()> wait) {
   }
 }
 
+Explained ExplainAll(PageStore& store, CacheId cache, std::vector<BlockName> names) {
+  const auto explanation = store.report().BeginExplain(cache, std::move(names)).value();
+  while (explanation->DoPiece()) {
+  }
+  return explanation->Take().value();
+}
+
 TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves, EvictionKind eviction, BlockDisk* disk)
     : store_metrics(&metrics) {
   RegisterTestCodecs(&registry);

@@ -134,6 +134,9 @@ absl::Status AppendInPieces(PageStore& store, CacheId cache, int layer, absl::Sp
 /// Pieces until it is done; wait: ends what the load waits for.
 void LoadAll(DiskLoad& load, absl::FunctionRef<void()> wait);
 
+/// What the store says of each of `names`. Not for names that it refuses.
+Explained ExplainAll(PageStore& store, CacheId cache, std::vector<BlockName> names);
+
 /// A store with its pool, codecs, executor, metrics and clock.
 struct TestStore {
   /// device_bytes: 0 without a device. moves: its pages move to the host and back. disk: outlives it; nullptr: none.
