@@ -302,6 +302,37 @@ TEST_F(RetainOnDiskTest, NamedAnewWhereTheDiskRetainsIt) {
   EXPECT_EQ(Explain(cache_, names[1]).priority, 80);
 }
 
+// Nobody waits for its return, so it goes unwritten. What is kept as usual waits for the disk, and others go for it.
+TEST_F(RetainOnDiskTest, WhatIsToGoEarlyGoesUnwrittenBeforeWhatTheDiskHas) {
+  const BlockName written = Publish(1, 1)[0];
+  Finish();
+  disk_.writes_max = 0;
+  const BlockName usual = Publish(2, 1)[0], early = Publish(3, 1)[0];
+  ASSERT_EQ(store().caches().Retain(cache_, {early}, 0, 0)->blocks, 1u);
+  ASSERT_EQ(store().report().Use().unwritten_blocks, 2u);
+  // Used last: by their uses alone it would go behind the others.
+  store().Drop(store().Create(cache_, {&written, 1})->sequence);
+  // What is in use takes the rest of the pool, and then a block's place each time.
+  const int pool_blocks = static_cast<int>(pool_bytes_ / kBlockBytes);
+  const Text text = MakeText(pool_blocks * kPage, 4);
+  const SequenceId crowd = Create(cache_);
+  int appended = 0;
+  const auto evicted = [&] { return static_cast<int>(test().store_metrics.evicted_blocks.Value()); };
+  const auto crowd_until_evicted = [&](int blocks) {
+    for (; evicted() < blocks && appended < pool_blocks; ++appended) {
+      ASSERT_TRUE(test().AppendAll(cache_, crowd, text, appended * kPage, kPage).ok());
+    }
+    ASSERT_EQ(evicted(), blocks);
+  };
+  ASSERT_NO_FATAL_FAILURE(crowd_until_evicted(1));
+  EXPECT_EQ(Explain(cache_, early).place, BlockPlace::kNowhere);
+  EXPECT_EQ(Explain(cache_, usual).place, BlockPlace::kMemory);
+  EXPECT_EQ(Explain(cache_, written).place, BlockPlace::kMemory);
+  ASSERT_NO_FATAL_FAILURE(crowd_until_evicted(2));
+  EXPECT_EQ(Explain(cache_, usual).place, BlockPlace::kMemory);
+  EXPECT_EQ(Explain(cache_, written).place, BlockPlace::kDisk);
+}
+
 class RetainInTwoMemoriesTest : public testing::PageStoreOnDiskTest {
  protected:
   RetainInTwoMemoriesTest() {
