@@ -415,7 +415,7 @@ class BlockDiskImpl final : public BlockDisk {
     }
     if (batch.is_last) FinishLoading(batch);
     ShowUse();
-    loader_->Next();
+    loader_->Taken();
   }
 
   void FinishLoading(const DiskLoader::Batch& batch) {

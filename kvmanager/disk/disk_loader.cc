@@ -17,10 +17,10 @@ DiskLoader::~DiskLoader() {
   thread_.join();
 }
 
-void DiskLoader::Next() {
+void DiskLoader::Taken() {
   {
     MutexLock lock(mutex_);
-    is_taken_ = true;
+    --waiting_;
   }
   taken_.notify_one();
 }
@@ -33,9 +33,9 @@ bool DiskLoader::stopping() {
 bool DiskLoader::Post(Batch batch) {
   {
     MutexLock lock(mutex_);
-    while (!is_taken_ && !stop_) lock.Wait(taken_);
+    while (waiting_ == kBatchesMax && !stop_) lock.Wait(taken_);
     if (stop_) return false;
-    is_taken_ = false;
+    ++waiting_;
   }
   parts_.on_batch(std::move(batch));
   return true;

@@ -1,8 +1,9 @@
 // Reads the index of a disk at its start, on a thread of its own, and hands it to the loop in pieces.
 //
-// The loop takes a batch, then asks for the next one, so that its turns stay short. First come the records, in the
-// order of their names; then the order in which the eviction policy is to hear of them; last what is left over. After
-// that the thread gives back the bytes between records: of writes that a crash cut off, and of holes it left.
+// A few batches wait for the loop, so that neither waits for the other; a turn of the loop may take them all, and they
+// are small enough for that. First come the records, in the order of their names; then the order in which the eviction
+// policy is to hear of them; last what is left over. After that the thread gives back the bytes between records: of
+// writes that a crash cut off, and of holes it left.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,8 @@ namespace kvmanager {
 
 class DiskLoader {
  public:
-  static constexpr size_t kRecordsOfBatch = 500;
+  static constexpr size_t kRecordsOfBatch = 250;
+  static constexpr int kBatchesMax = 4;  // that wait for the loop
 
   struct Batch {
     std::vector<IndexRecord> records;   // inserted in this order, number 0 first
@@ -44,8 +46,8 @@ class DiskLoader {
   DiskLoader(const DiskLoader&) = delete;
   DiskLoader& operator=(const DiskLoader&) = delete;
 
-  /// The loop has taken the batch.
-  void Next();
+  /// The loop has taken a batch.
+  void Taken();
 
  private:
   struct Where {
@@ -54,7 +56,7 @@ class DiskLoader {
   };
 
   void Run();
-  bool Post(Batch batch);  // waits until it was taken; false: stop
+  bool Post(Batch batch);  // waits while many wait; false: stop
   absl::Status Scan(Batch* last);
   void FindOverlaps(Batch* batch) const;  // of records_ by place
   bool PostOrder();
@@ -64,7 +66,8 @@ class DiskLoader {
   const Parts parts_;
   Mutex mutex_;
   std::condition_variable taken_;
-  bool is_taken_ ABSL_GUARDED_BY(mutex_) = true, stop_ ABSL_GUARDED_BY(mutex_) = false;
+  int waiting_ ABSL_GUARDED_BY(mutex_) = 0;  // batches
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
 
   // The thread's.
   std::vector<Where> records_;
