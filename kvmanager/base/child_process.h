@@ -29,6 +29,8 @@ class ChildProcess {
   ~ChildProcess() { End(); }
   /// Kills it, and waits until it is gone. Its wait status; 0 if there is none.
   int End();
+  /// It goes on by itself, also when this process ends.
+  void Leave() { pid_ = 0; }
   pid_t pid() const { return pid_; }  // 0: none
 
  private:

@@ -9,10 +9,12 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "kvmanager/base/locked_folder.h"
 #include "kvmanager/disk/disk_metrics.h"
 #include "kvmanager/disk/index_db.h"
 
@@ -20,15 +22,11 @@ namespace kvmanager {
 
 class DiskFolder {
  public:
-  /// Makes it (mode 0700) if it is not there, its parent must be, and locks it. Errors: INVALID_ARGUMENT (no
-  /// directory); FAILED_PRECONDITION (foreign owner or mode, another process has it open); UNAVAILABLE.
+  /// LockedFolder's, which errors name --disk-path.
   static absl::StatusOr<DiskFolder> Open(const std::string& path);
-  DiskFolder(DiskFolder&& other) noexcept;
-  DiskFolder& operator=(DiskFolder&&) = delete;
-  ~DiskFolder();
 
-  std::string index() const { return path_ + "/index"; }
-  std::string segments() const { return path_ + "/segments"; }
+  std::string index() const { return folder_.path() + "/index"; }
+  std::string segments() const { return folder_.path() + "/segments"; }
   /// Makes the folders that are not there.
   absl::Status Make() const;
   bool is_damaged() const;
@@ -38,10 +36,9 @@ class DiskFolder {
   absl::StatusOr<std::string> SetAside(absl::string_view why) const;
 
  private:
-  DiskFolder(std::string path, int lock) : path_(std::move(path)), lock_(lock) {}
+  explicit DiskFolder(LockedFolder folder) : folder_(std::move(folder)) {}
 
-  std::string path_;
-  int lock_;
+  LockedFolder folder_;
 };
 
 /// The index that is there, or a new one; one that cannot be trusted is set aside. Errors: as IndexDb::Open.

@@ -22,10 +22,10 @@
 
 #include "kvmanager/base/child_process.h"
 #include "kvmanager/base/mutex.h"
+#include "kvmanager/base/range_allocator.h"
 #include "kvmanager/memory/region.h"
 #include "transport/ucx/description.h"
 #include "transport/ucx/process_wire.h"
-#include "transport/ucx/range_allocator.h"
 #include "transport/ucx/ucx_memory.h"
 
 namespace kvmanager {
@@ -102,7 +102,7 @@ class UcxProcessClient : public std::enable_shared_from_this<UcxProcessClient> {
   std::deque<std::string> to_send_ ABSL_GUARDED_BY(mutex_);
   std::deque<Asked> waiting_ ABSL_GUARDED_BY(mutex_);  // for staging memory
   std::map<uint64_t, Asked> asked_ ABSL_GUARDED_BY(mutex_);
-  ucx::RangeAllocator free_staging_ ABSL_GUARDED_BY(mutex_);
+  RangeAllocator free_staging_ ABSL_GUARDED_BY(mutex_);
   uint64_t start_ ABSL_GUARDED_BY(mutex_) = 0;     // grows when a process is ready, and when it ends
   uint64_t newest_ ABSL_GUARDED_BY(mutex_) = 0;    // number of a source or read
   ucx::Description here_ ABSL_GUARDED_BY(mutex_);  // of the process that is ready; else no address

@@ -17,10 +17,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "kvmanager/base/range_allocator.h"
 #include "kvmanager/memory/region.h"
 #include "transport/ucx/description.h"
 #include "transport/ucx/process_wire.h"
-#include "transport/ucx/range_allocator.h"
 #include "transport/ucx/ucx_library.h"
 
 namespace kvmanager::ucx {
