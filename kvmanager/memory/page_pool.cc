@@ -1,5 +1,7 @@
 #include "kvmanager/memory/page_pool.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -26,18 +28,32 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& option
   }
   const uint64_t count = options.pool_bytes / slab_bytes;
   const uint64_t available = AvailableMemoryBytes(), huge_bytes = options.huge_pages ? FreeHugePageBytes() : 0;
-  if (available != 0 && count * slab_bytes > available + huge_bytes) {
+  if (options.kept.empty() && available != 0 && count * slab_bytes > available + huge_bytes) {
     return FieldError(absl::StatusCode::kResourceExhausted, "host-pool-bytes", absl::StrCat(options.pool_bytes),
                       absl::StrCat("at most the host's available ", available + huge_bytes));
   }
   const uint64_t slabs_per_region = (count + kRegionsMax - 1) / kRegionsMax;
   std::vector<std::unique_ptr<Region>> regions((count + slabs_per_region - 1) / slabs_per_region);
-  for (uint64_t i = 0; i < regions.size(); ++i) {
+  if (!options.kept.empty() && options.kept.size() != regions.size()) {
+    for (const int fd : options.kept) close(fd);
+    return FieldError(absl::StatusCode::kFailedPrecondition, "kept regions", absl::StrCat(options.kept.size()),
+                      absl::StrCat(regions.size(), " for host-pool-bytes of ", options.pool_bytes));
+  }
+  // All are taken, also those behind an error.
+  absl::Status taken;
+  for (uint64_t i = 0; i < options.kept.size(); ++i) {
+    auto region =
+        Region::TakeOver(options.kept[i], std::min(slabs_per_region, count - i * slabs_per_region) * slab_bytes);
+    if (!region.ok()) taken.Update(region.status());
+    if (region.ok()) regions[i] = *std::move(region);
+  }
+  KV_RETURN_IF_ERROR(taken);
+  for (uint64_t i = 0; options.kept.empty() && i < regions.size(); ++i) {
     Region::Options region;
     region.name = absl::StrCat("kvmanager-pool-", i);
     region.bytes = std::min(slabs_per_region, count - i * slabs_per_region) * slab_bytes;
     region.huge_pages = options.huge_pages;
-    region.sharing = Region::Sharing::kReadOnly;
+    region.sharing = options.keep ? Region::Sharing::kKept : Region::Sharing::kReadOnly;
     KV_ASSIGN_OR_RETURN(regions[i], Region::Create(region));
   }
   SlabAllocator::Options allocator;
@@ -45,6 +61,7 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& option
   allocator.slabs = static_cast<uint32_t>(count);
   allocator.small_slabs = count >= kSmallSlabsFrom;
   allocator.clean_slots = true;
+  allocator.written = !options.kept.empty();
   allocator.limit = "host-pool-bytes";
   return std::unique_ptr<PagePool>(new PagePool(allocator, slabs_per_region, std::move(regions)));
 }

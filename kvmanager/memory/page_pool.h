@@ -20,6 +20,7 @@
 #include "absl/types/span.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/memory/region.h"
+#include "kvmanager/memory/slab_restore.h"
 #include "kvmanager/memory/slot_pool.h"
 
 namespace kvmanager {
@@ -30,24 +31,34 @@ class PagePool final : public SlotPool {
     uint64_t pool_bytes = 0;  // >= kSlabBytesMin; rounded down to whole slabs
     uint64_t slab_bytes = 0;  // 0: pool_bytes / 64 clamped to [2 MiB, 32 MiB]; a multiple of 2 MiB
     bool huge_pages = true;   // hugetlb memfd if it can be had, else madvise(MADV_HUGEPAGE), else small pages
+    bool keep = false;        // a later process may take the memory over: Region::Sharing::kKept
+    /// Descriptors of an earlier pool's regions, in their order: this pool is of that memory. They are taken.
+    std::vector<int> kept;
   };
   static constexpr uint64_t kSlabBytesMin = 2 << 20;
   static constexpr uint64_t kPoolBytesMax = uint64_t{1} << 41;  // slot numbers stay below 2^32
   static constexpr uint32_t kSmallSlabsFrom = 16;               // slabs: of fewer, one that is cut is too much
   static constexpr uint64_t kRegionsMax = 64;  // a descriptor and a mapping each, here and at whoever maps them
 
-  /// Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED when the host has not that much memory.
+  /// Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED when the host has not that much memory; with `kept`:
+  /// FAILED_PRECONDITION when that is no pool of this size.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(const Options& options);
 
   absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes, std::vector<PageId>* unclean = nullptr) override;
   void Free(PageId id) override { allocator_.Free(id); }
+  SlabAllocator::SlotPlace SlotPlaceOf(PageId id) const { return SlabRestore::PlaceOf(allocator_, id); }
+  /// SlabRestore's, of a pool of kept memory.
+  std::vector<PageId> Restore(absl::Span<const SlabRestore::Slot> slots) {
+    return SlabRestore(&allocator_).Restore(slots);
+  }
   uint8_t* Data(PageId id) const override;
 
   /// A slab's memory; those with lower numbers are used first.
   absl::Span<uint8_t> SlabData(uint32_t slab) const {
     return {regions_[slab / slabs_per_region_]->data() + slab % slabs_per_region_ * slab_bytes(), slab_bytes()};
   }
-  /// All of the memory; sealed against resizing and against writing by other processes. Fixed from start to end.
+  /// All of the memory; sealed against resizing, and nobody writes who receives a region's fd(). Fixed from start to
+  /// end.
   absl::Span<const std::unique_ptr<Region>> regions() const { return regions_; }
   std::string huge_page_state() const;  // "hugetlb", "transparent" or "none"
 

@@ -2,15 +2,18 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <linux/memfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <string>
+#include <utility>
 
 #include "kvmanager/base/status.h"
 
@@ -149,10 +152,37 @@ absl::StatusOr<std::unique_ptr<Region>> Region::Create(const Options& options) {
     close(region->fd_);
     region->fd_ = -1;
   }
+  if (options.sharing == Sharing::kKept) KV_RETURN_IF_ERROR(region->SplitDescriptor());
+  return region;
+}
+
+// A seal would keep a successor from writing, too. So others get a descriptor that was opened for reading, and the
+// file's mode keeps them from opening it anew.
+absl::Status Region::SplitDescriptor() {
+  keeper_fd_ = std::exchange(fd_, -1);
+  if (fchmod(keeper_fd_, S_IRUSR) != 0) return SystemError("fchmod", errno);
+  fd_ = open(absl::StrCat("/proc/self/fd/", keeper_fd_).c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd_ < 0) return SystemError("opening /proc/self/fd", errno);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Region>> Region::TakeOver(int fd, size_t bytes) {
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<Region> region, MapAll(fd, bytes, /*writable=*/true, /*exact=*/true));
+  struct statfs files;
+  if (fstatfs(fd, &files) == 0 && files.f_type == HUGETLBFS_MAGIC) {
+    region->huge_pages_ = HugePages::kHugetlb;
+  } else if (TransparentHugePagesAllowed() && madvise(region->data_, bytes, MADV_HUGEPAGE) == 0) {
+    region->huge_pages_ = HugePages::kTransparent;
+  }
+  KV_RETURN_IF_ERROR(region->SplitDescriptor());
   return region;
 }
 
 absl::StatusOr<std::unique_ptr<Region>> Region::Map(int fd, size_t bytes, bool writable) {
+  return MapAll(fd, bytes, writable, /*exact=*/false);
+}
+
+absl::StatusOr<std::unique_ptr<Region>> Region::MapAll(int fd, size_t bytes, bool writable, bool exact) {
   std::unique_ptr<Region> region(new Region);
   region->fd_ = fd;
   struct stat info;
@@ -161,9 +191,10 @@ absl::StatusOr<std::unique_ptr<Region>> Region::Map(int fd, size_t bytes, bool w
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
     return absl::FailedPreconditionError("region descriptor can shrink: it must carry F_SEAL_SHRINK");
   }
-  if (bytes == 0 || info.st_size < 0 || static_cast<uint64_t>(info.st_size) < bytes) {
+  const bool fits = info.st_size >= 0 && static_cast<uint64_t>(info.st_size) >= bytes;
+  if (bytes == 0 || !fits || (exact && static_cast<uint64_t>(info.st_size) != bytes)) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "region bytes", absl::StrCat(bytes),
-                      absl::StrCat("1..", info.st_size));
+                      exact ? absl::StrCat(info.st_size, ", the region's") : absl::StrCat("1..", info.st_size));
   }
   void* data = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) return SystemError("mmap", errno);
@@ -174,7 +205,9 @@ absl::StatusOr<std::unique_ptr<Region>> Region::Map(int fd, size_t bytes, bool w
 
 Region::~Region() {
   if (data_ != nullptr) munmap(data_, bytes_);
-  if (fd_ >= 0) close(fd_);
+  for (const int fd : {fd_, keeper_fd_}) {
+    if (fd >= 0) close(fd);
+  }
 }
 
 }  // namespace kvmanager

@@ -22,6 +22,7 @@ class Region {
   enum class Sharing : uint8_t {
     kWritable,  // arenas: F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
     kReadOnly,  // pages: also F_SEAL_FUTURE_WRITE; only this object's own mapping writes
+    kKept,      // pages that outlive this process: fd() reads, keeper_fd() is for a process that takes them over
   };
   enum class HugePages : uint8_t { kNone, kTransparent, kHugetlb };
 
@@ -40,6 +41,10 @@ class Region {
   /// when the kernel refuses a call.
   static absl::StatusOr<std::unique_ptr<Region>> Create(const Options& options);
 
+  /// Takes over a kKept region of a process that has ended: `fd` is its keeper_fd(), and is taken. Errors: as Map's;
+  /// FAILED_PRECONDITION too if it has not exactly `bytes`.
+  static absl::StatusOr<std::unique_ptr<Region>> TakeOver(int fd, size_t bytes);
+
   /// Maps a region that another process made; takes the descriptor. Errors: FAILED_PRECONDITION if it is smaller than
   /// `bytes` or can shrink; UNAVAILABLE when the kernel refuses a call.
   static absl::StatusOr<std::unique_ptr<Region>> Map(int fd, size_t bytes, bool writable);
@@ -51,12 +56,18 @@ class Region {
   uint8_t* data() const { return data_; }
   size_t bytes() const { return bytes_; }
   int fd() const { return fd_; }  // stays the region's; a receiver gets a duplicate; -1 if it was not kept
+  int keeper_fd() const { return keeper_fd_; }  // of kKept, likewise; else -1
   HugePages huge_pages() const { return huge_pages_; }
 
  private:
   Region() = default;
 
+  static absl::StatusOr<std::unique_ptr<Region>> MapAll(int fd, size_t bytes, bool writable, bool exact);
+  /// fd_ becomes keeper_fd_, and what others receive only reads.
+  absl::Status SplitDescriptor();
+
   int fd_ = -1;
+  int keeper_fd_ = -1;
   uint8_t* data_ = nullptr;
   size_t bytes_ = 0;
   HugePages huge_pages_ = HugePages::kNone;

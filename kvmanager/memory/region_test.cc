@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -57,6 +58,32 @@ TEST(Region, ReadOnlyRegionIsWrittenByItsOwnerAlone) {
   EXPECT_EQ((*reader)->data()[17], 3);
   EXPECT_FALSE(Region::Map(dup((*region)->fd()), 4096, /*writable=*/true).ok());
   EXPECT_NE(pwrite((*region)->fd(), "x", 1, 0), 1);
+}
+
+TEST(Region, KeptRegionIsTakenOverByItsKeepersDescriptorAlone) {
+  auto region = Region::Create(Sized(8192, Region::Sharing::kKept));
+  ASSERT_TRUE(region.ok()) << region.status();
+  const int reads = dup((*region)->fd()), keeps = dup((*region)->keeper_fd());
+  EXPECT_FALSE(Region::Map(dup(reads), 8192, /*writable=*/true).ok());
+  EXPECT_NE(pwrite(reads, "x", 1, 0), 1);
+  EXPECT_NE(ftruncate(keeps, 4096), 0);
+  struct stat info;
+  ASSERT_EQ(fstat(reads, &info), 0);
+  EXPECT_EQ(info.st_mode & 0777, 0400u);  // of another user nobody opens it for writing by way of /proc
+  (*region)->data()[8191] = 5;
+  region->reset();
+  EXPECT_EQ(Region::TakeOver(dup(keeps), 4096).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Region::TakeOver(dup(keeps), 12288).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_FALSE(Region::TakeOver(dup(reads), 8192).ok());
+  auto taken = Region::TakeOver(keeps, 8192);
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  EXPECT_EQ((*taken)->data()[8191], 5);
+  (*taken)->data()[0] = 6;
+  auto reader = Region::Map(reads, 8192, /*writable=*/false);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  EXPECT_EQ((*reader)->data()[0], 6);
+  EXPECT_GE((*taken)->fd(), 0);
+  EXPECT_FALSE(Region::Map(dup((*taken)->fd()), 8192, /*writable=*/true).ok());
 }
 
 TEST(Region, MapRefusesWhatCouldShrinkOrIsTooSmall) {

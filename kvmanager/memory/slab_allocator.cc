@@ -17,6 +17,10 @@ SlabAllocator::SlabAllocator(const Options& options)
   KV_CHECK(capacity_bytes() / kSlotBytesMin < UINT32_MAX);
   while (options.small_slabs && sizes_ < kSizes && slab_bytes_ % (kAreasPerSlab[sizes_] * kSlotBytesMin) == 0) ++sizes_;
   for (uint32_t i = 0; i < options.slabs; ++i) free_slabs_.push_back(options.slabs - 1 - i);
+  for (Slab& slab : slabs_) {
+    slab.area.written = options.written;
+    if (options.written) slab.area.tenant = kSeveral;
+  }
 }
 
 size_t SlabAllocator::RoundedSlotBytes(size_t bytes) {
@@ -133,12 +137,17 @@ absl::Status SlabAllocator::TakeArea(TenantId tenant, size_t slot_bytes, Clean c
     }
     shares_.Add(account, area_bytes(*size));
   }
+  OpenArea(spot, tenant, slot_bytes, account, unclean);
+  return absl::OkStatus();
+}
+
+void SlabAllocator::OpenArea(const Spot& spot, TenantId tenant, size_t slot_bytes, Account* account, bool unclean) {
   Area& area = AreaAt(spot);
   area.in_use = true;
   area.tenant = tenant;
   area.account = account;
   area.slot_bytes = slot_bytes;
-  area.bucket = &buckets_[key];
+  area.bucket = &buckets_[BucketKey(tenant, slot_bytes)];
   const size_t size = SizeAt(spot);
   const uint32_t slots = static_cast<uint32_t>(area_bytes(size) / slot_bytes);
   area.generation.assign(slots, area.generation_base);
@@ -147,7 +156,6 @@ absl::Status SlabAllocator::TakeArea(TenantId tenant, size_t slot_bytes, Clean c
   for (uint32_t i = 0; i < slots; ++i) area.free_slots[i] = slots - 1 - i;
   area.bucket->held_bytes += area_bytes(size);
   area.bucket->with_free.insert(NumberOf(spot));
-  return absl::OkStatus();
 }
 
 absl::StatusOr<PageId> SlabAllocator::Allocate(TenantId tenant, size_t bytes, Clean clean) {

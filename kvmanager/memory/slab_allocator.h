@@ -52,6 +52,7 @@ class SlabAllocator {
     uint32_t slabs = 0;        // slabs * slab_bytes / kSlotBytesMin < 2^32
     bool small_slabs = false;  // of sizes that are multiples of kSlotBytesMin
     bool clean_slots = false;  // not areas
+    bool written = false;      // an earlier allocator's tenants wrote the memory
     std::string limit;         // the field that errors name
   };
   explicit SlabAllocator(const Options& options);
@@ -80,7 +81,14 @@ class SlabAllocator {
   /// Bytes that a slot for `bytes` takes.
   static size_t RoundedSlotBytes(size_t bytes);
 
-  Place PlaceOf(PageId id) const;   // aborts on a stale id
+  Place PlaceOf(PageId id) const;  // aborts on a stale id
+  /// Where a slot is, for a later allocator of the same memory (SlabRestore).
+  struct SlotPlace {
+    uint32_t number = 0;  // as PageId::slot
+    uint32_t size = 0;    // of its area: index of kAreasPerSlab
+    uint64_t slot_bytes = 0;
+    friend bool operator==(const SlotPlace&, const SlotPlace&) = default;
+  };
   bool IsCurrent(PageId id) const;  // false: freed, or never handed out
   bool InUse(uint32_t slab) const { return slabs_[slab].area.in_use || slabs_[slab].cut != nullptr; }
   /// Whose slots a slab that is not cut holds.
@@ -114,6 +122,7 @@ class SlabAllocator {
 
  private:
   friend class SlabForecast;
+  friend class SlabRestore;
   using Account = PoolShares::Account;
   static constexpr TenantId kSeveral = UINT32_MAX;  // tenants wrote it
 
@@ -199,6 +208,8 @@ class SlabAllocator {
   /// Adds what an area counts for in sums, or takes it away.
   void Count(const Spot& spot, bool add);
   absl::Status TakeArea(TenantId tenant, size_t slot_bytes, Clean clean);
+  /// All of its slots are free, and count for nothing yet.
+  void OpenArea(const Spot& spot, TenantId tenant, size_t slot_bytes, Account* account, bool unclean);
   void CutSlab(uint32_t slab, size_t size);
   void GiveBack(const Spot& spot);
   void Join(uint32_t slab);      // its small slabs are all free
