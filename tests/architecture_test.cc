@@ -51,9 +51,9 @@ std::vector<std::string> Packages() {
 }
 
 // The rooms of the daemon, from the ground up: each may depend on those before it, and none on one behind it.
-constexpr const char* kRooms[] = {"kvmanager/base",    "kvmanager/memory", "kvmanager/eviction",
-                                  "kvmanager/disk",    "kvmanager/store",  "kvmanager/gpu",
-                                  "kvmanager/handoff", "kvmanager/rpc",    "kvmanager/daemon"};
+constexpr const char* kRooms[] = {"kvmanager/base", "kvmanager/memory", "kvmanager/eviction", "kvmanager/disk",
+                                  "kvmanager/keep", "kvmanager/store",  "kvmanager/gpu",      "kvmanager/handoff",
+                                  "kvmanager/rpc",  "kvmanager/daemon"};
 
 /// The module of section 3 that a package belongs to.
 std::string ModuleOf(absl::string_view package) {
@@ -62,6 +62,7 @@ std::string ModuleOf(absl::string_view package) {
                                    "kvmanager/memory",
                                    "kvmanager/eviction",
                                    "kvmanager/disk",
+                                   "kvmanager/keep",
                                    "kvmanager/store",
                                    "kvmanager/gpu",
                                    "kvmanager/handoff",

@@ -1,0 +1,205 @@
+// The keeper as a process of its own, and daemons that come and go.
+#include "kvmanager/keep/keeper.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/child_process.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/keep/keeper_testing.h"
+#include "kvmanager/keep/keeper_wire.h"
+#include "kvmanager/keep/memory_keeper.h"
+#include "kvmanager/memory/region.h"
+
+namespace kvmanager {
+namespace {
+
+using testing::ConnectToKeeper;
+using testing::KeeperOf;
+using testing::KillKeeperOf;
+
+class KeeperTest : public ::testing::Test {
+ protected:
+  KeeperTest() {
+    // Short, for its socket.
+    std::string name = "/tmp/kv-keeper-XXXXXX";
+    KV_CHECK(mkdtemp(name.data()) != nullptr);
+    folder_ = name;
+    const char* const tests = std::getenv("TEST_SRCDIR");
+    const char* const workspace = std::getenv("TEST_WORKSPACE");
+    program_ = absl::StrCat(tests, "/", workspace, "/kvmanager/keep/keeper_main");
+  }
+  ~KeeperTest() override {
+    KillKeeperOf(folder_);
+    std::error_code ignored;
+    std::filesystem::remove_all(folder_, ignored);
+  }
+  std::unique_ptr<MemoryKeeper> Open(const std::string& seconds = "30") {
+    auto keeper = MemoryKeeper::Open(folder_, {program_, kKeeperFlag, folder_, seconds});
+    EXPECT_TRUE(keeper.ok()) << keeper.status();
+    return *std::move(keeper);
+  }
+  std::string folder_, program_;
+};
+
+int MakeMemory(const std::string& bytes) {
+  const int fd = memfd_create("test", MFD_CLOEXEC);
+  KV_CHECK(fd >= 0 && pwrite(fd, bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
+  return fd;
+}
+
+std::string ReadMemory(int fd) {
+  char bytes[100];
+  const ssize_t size = pread(fd, bytes, sizeof bytes, 0);
+  return {bytes, static_cast<size_t>(std::max<ssize_t>(size, 0))};
+}
+
+TEST_F(KeeperTest, KeepsWhatADaemonHadUntilTheNextOne) {
+  auto keeper = Open();
+  EXPECT_EQ(keeper->left(), 0u);
+  const pid_t pid = KeeperOf(folder_);
+  ASSERT_GT(pid, 0);
+  const int one = MakeMemory("one"), two = MakeMemory("two"), three = MakeMemory("three");
+  ASSERT_TRUE(keeper->Keep("a", one).ok());
+  ASSERT_TRUE(keeper->Keep("b", two).ok());
+  ASSERT_TRUE(keeper->Keep("a", three).ok());  // in its place
+  for (const int fd : {one, two, three}) close(fd);
+  keeper = nullptr;
+  keeper = Open();
+  EXPECT_EQ(keeper->left(), 2u);
+  const int a = keeper->Take("a"), b = keeper->Take("b");
+  EXPECT_EQ(ReadMemory(a), "three");
+  EXPECT_EQ(ReadMemory(b), "two");
+  EXPECT_EQ(keeper->Take("a"), -1);
+  EXPECT_EQ(keeper->Take("c"), -1);
+  for (const int fd : {a, b}) close(fd);
+  // Taken is not gone.
+  keeper = nullptr;
+  keeper = Open();
+  EXPECT_EQ(keeper->left(), 2u);
+  ASSERT_TRUE(keeper->Forget().ok());
+  EXPECT_EQ(keeper->left(), 0u);
+  keeper = nullptr;
+  keeper = Open();
+  EXPECT_EQ(keeper->left(), 0u);
+  keeper = nullptr;
+  EXPECT_EQ(KeeperOf(folder_), pid) << "it was one process all the time";
+  struct stat info;
+  ASSERT_EQ(stat(KeeperPath(folder_)->c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 0777, 0600u);
+}
+
+TEST_F(KeeperTest, OutlivesAKillOfItsDaemonAndTheTerminalsSignals) {
+  const pid_t daemon = fork();
+  if (daemon == 0) {
+    setpgid(0, 0);
+    auto keeper = MemoryKeeper::Open(folder_, {program_, kKeeperFlag, folder_, "30"});
+    const bool kept = keeper.ok() && (*keeper)->Keep("a", MakeMemory("bytes")).ok();
+    if (!kept) _exit(1);
+    raise(SIGKILL);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(daemon, &status, 0), daemon);
+  ASSERT_TRUE(WIFSIGNALED(status)) << status;
+  kill(-daemon, SIGINT);  // what a terminal sends to all that were started in it
+  auto keeper = Open();
+  const int fd = keeper->Take("a");
+  EXPECT_EQ(ReadMemory(fd), "bytes");
+  close(fd);
+}
+
+TEST_F(KeeperTest, EndsWhenItsTimeIsOverAndNoDaemonIsThere) {
+  auto keeper = Open("1");
+  usleep(1500000);
+  ASSERT_TRUE(keeper->Keep("a", 0).ok());  // with a daemon it stays
+  keeper = nullptr;
+  usleep(500000);
+  keeper = Open("1");
+  EXPECT_EQ(keeper->left(), 1u);
+  keeper = nullptr;
+  for (int i = 0; i < 500 && std::filesystem::exists(*KeeperPath(folder_)); ++i) usleep(10000);
+  EXPECT_FALSE(std::filesystem::exists(*KeeperPath(folder_)));
+  keeper = Open("1");
+  EXPECT_EQ(keeper->left(), 0u);
+}
+
+TEST_F(KeeperTest, ASocketThatNobodyServesIsReplaced) {
+  Open();
+  KillKeeperOf(folder_);  // its socket stays
+  ASSERT_TRUE(std::filesystem::exists(*KeeperPath(folder_)));
+  EXPECT_EQ(Open()->left(), 0u);
+}
+
+TEST_F(KeeperTest, OfTwoTheSecondEnds) {
+  const auto keeper = Open();
+  auto second = ChildProcess::Start({program_, kKeeperFlag, folder_}, {});
+  ASSERT_TRUE(second.ok());
+  int status = -1;
+  ASSERT_EQ(waitpid(second->pid(), &status, 0), second->pid());
+  second->Leave();
+  EXPECT_EQ(status, 0);
+}
+
+TEST_F(KeeperTest, SaysWhatIsWrong) {
+  const auto run = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), program_);
+    auto process = ChildProcess::Start(arguments, {});
+    KV_CHECK(process.ok());
+    int status = -1;
+    KV_CHECK(waitpid(process->pid(), &status, 0) == process->pid());
+    process->Leave();
+    return WEXITSTATUS(status);
+  };
+  EXPECT_EQ(run({kKeeperFlag}), 2);
+  EXPECT_EQ(run({kKeeperFlag, folder_, "soon"}), 2);
+  EXPECT_EQ(run({kKeeperFlag, folder_, "1000001"}), 2);
+  EXPECT_EQ(run({kKeeperFlag, folder_ + "/none"}), 1);
+  EXPECT_EQ(run({kKeeperFlag, folder_ + std::string(100, 'x')}), 1);
+  const auto none = MemoryKeeper::Open(folder_, {"/bin/true"});
+  EXPECT_EQ(none.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(MemoryKeeper::Open("/" + std::string(200, 'x'), {program_}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(KeeperTest, WhatNoDaemonSaysIsRefusedAndTheKeeperLives) {
+  {
+    auto keeper = Open();
+    ASSERT_TRUE(keeper->Keep("a", 0).ok());
+    for (size_t i = 1; i < kKeptMax; ++i) ASSERT_TRUE(keeper->Keep(absl::StrCat("m", i), 0).ok());
+    EXPECT_FALSE(keeper->Keep("one more", 0).ok());
+    EXPECT_TRUE(keeper->Keep("a", 0).ok());
+    EXPECT_FALSE(keeper->Keep("", 0).ok());
+    EXPECT_FALSE(keeper->Keep("without a descriptor", -1).ok());
+  }
+  const auto answer = [&](int fd, const std::string& bytes) {
+    EXPECT_EQ(send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
+    const auto packet = ReceiveKeeperPacket(fd);
+    return packet.ok() ? packet->type : KeeperPacketType::kDone;
+  };
+  const int fd = ConnectToKeeper(folder_);
+  ASSERT_GE(fd, 0);
+  EXPECT_EQ(answer(fd, "?"), KeeperPacketType::kRefused);
+  EXPECT_EQ(answer(fd, std::string(5000, 'K')), KeeperPacketType::kRefused);
+  EXPECT_EQ(answer(fd, "D"), KeeperPacketType::kRefused);
+  EXPECT_EQ(answer(fd, "Kname"), KeeperPacketType::kRefused);
+  close(fd);
+  EXPECT_EQ(Open()->left(), kKeptMax);
+}
+
+}  // namespace
+}  // namespace kvmanager

@@ -1,0 +1,43 @@
+// What a daemon and the keeper of its memory say to one another, on a SOCK_SEQPACKET socket: one packet each, with at
+// most one descriptor.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace kvmanager {
+
+enum class KeeperPacketType : uint8_t {
+  kList = 'L',    // daemon: what is kept? Answered by kKept packets and kDone
+  kKept = 'H',    // keeper: name and descriptor
+  kKeep = 'K',    // daemon: keep this descriptor by this name. Answered by kDone, or kRefused
+  kForget = 'F',  // daemon: keep nothing any more. Answered by kDone
+  kDone = 'D',
+  kRefused = 'R',  // keeper: it has too much, or does not understand
+};
+
+struct KeeperPacket {
+  KeeperPacketType type = KeeperPacketType::kDone;
+  std::string name;
+  int fd = -1;  // the receiver's
+};
+
+constexpr size_t kKeptNameBytesMax = 64;
+constexpr size_t kKeptMax = 128;  // descriptors
+constexpr char kKeeperSocket[] = "keeper";
+
+/// Sends one packet; `packet.fd` stays the caller's. Errors: UNAVAILABLE.
+absl::Status SendKeeperPacket(int socket, const KeeperPacket& packet);
+/// Waits for one packet. Errors: UNAVAILABLE (the other has gone, or the socket's timeout is over); INVALID_ARGUMENT
+/// (what it sent is no packet).
+absl::StatusOr<KeeperPacket> ReceiveKeeperPacket(int socket);
+/// The address of the keeper of a folder. Errors: INVALID_ARGUMENT (its path is too long for a socket).
+absl::StatusOr<std::string> KeeperPath(absl::string_view folder);
+/// Whether the process at the other end is of this process's user.
+bool IsOfOwnUser(int socket);
+
+}  // namespace kvmanager

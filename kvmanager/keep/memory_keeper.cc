@@ -1,0 +1,103 @@
+#include "kvmanager/keep/memory_keeper.h"
+
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/child_process.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr timeval kPatience{.tv_sec = 5, .tv_usec = 0};
+constexpr int kTries = 500;  // to reach a keeper that was just started
+constexpr int kTryUs = 10000;
+
+/// -1: nobody is there.
+int Connect(const std::string& path) {
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (fd < 0) return -1;
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, path.data(), path.size());
+  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 && IsOfOwnUser(fd) &&
+      setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &kPatience, sizeof kPatience) == 0 &&
+      setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &kPatience, sizeof kPatience) == 0) {
+    return fd;
+  }
+  close(fd);
+  return -1;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<MemoryKeeper>> MemoryKeeper::Open(const std::string& folder,
+                                                                 const std::vector<std::string>& program) {
+  KV_ASSIGN_OR_RETURN(const std::string path, KeeperPath(folder));
+  int socket = Connect(path);
+  if (socket < 0) {
+    KV_ASSIGN_OR_RETURN(ChildProcess keeper, ChildProcess::Start(program, {}, ChildProcess::Environment::kLean));
+    for (int i = 0; i < kTries && socket < 0; ++i) {
+      usleep(kTryUs);
+      socket = Connect(path);
+    }
+    if (socket < 0) return absl::UnavailableError(absl::StrCat("the keeper of memory does not answer at ", path));
+    keeper.Leave();
+  }
+  std::unique_ptr<MemoryKeeper> keeper(new MemoryKeeper(socket));
+  KV_RETURN_IF_ERROR(keeper->List());
+  return keeper;
+}
+
+MemoryKeeper::~MemoryKeeper() {
+  CloseFound();
+  close(socket_);
+}
+
+void MemoryKeeper::CloseFound() {
+  for (const auto& [name, fd] : found_) close(fd);
+  found_.clear();
+}
+
+absl::Status MemoryKeeper::List() {
+  KV_RETURN_IF_ERROR(SendKeeperPacket(socket_, {KeeperPacketType::kList, "", -1}));
+  for (;;) {
+    KV_ASSIGN_OR_RETURN(KeeperPacket packet, ReceiveKeeperPacket(socket_));
+    if (packet.type == KeeperPacketType::kKept && packet.fd >= 0 && found_.emplace(packet.name, packet.fd).second) {
+      continue;
+    }
+    if (packet.fd >= 0) close(packet.fd);
+    if (packet.type == KeeperPacketType::kDone) return absl::OkStatus();
+    return absl::UnavailableError("keeper: it does not say what it has");
+  }
+}
+
+int MemoryKeeper::Take(const std::string& name) {
+  const auto found = found_.find(name);
+  if (found == found_.end()) return -1;
+  const int fd = found->second;
+  found_.erase(found);
+  return fd;
+}
+
+absl::Status MemoryKeeper::Ask(KeeperPacketType type, absl::string_view name, int fd) {
+  KV_RETURN_IF_ERROR(SendKeeperPacket(socket_, {type, std::string(name), fd}));
+  KV_ASSIGN_OR_RETURN(KeeperPacket packet, ReceiveKeeperPacket(socket_));
+  if (packet.fd >= 0) close(packet.fd);
+  if (packet.type == KeeperPacketType::kDone) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("keeper: it refuses to keep ", name));
+}
+
+absl::Status MemoryKeeper::Keep(absl::string_view name, int fd) { return Ask(KeeperPacketType::kKeep, name, fd); }
+
+absl::Status MemoryKeeper::Forget() {
+  CloseFound();
+  return Ask(KeeperPacketType::kForget, "", -1);
+}
+
+}  // namespace kvmanager
