@@ -30,7 +30,7 @@ namespace kvmanager {
 
 class RetainingEviction final : public EvictionPolicy {
  public:
-  static constexpr int kEndsAtOnce = 2;    // that Add and the three of victims notice: some 10 us
+  static constexpr int kEndsAtOnce = 2;     // that Add and the three of victims notice: some 10 us
   static constexpr int kEndsInATurn = 512;  // that EndSome notices: 1 ms
 
   /// clock: outlives it; Retention::until_ns is of it.

@@ -40,6 +40,7 @@ struct Block : Evictable {
   bool published = false;         // in its cache's table, under `name`
   bool corrupt = false;           // its bytes changed: never published again
   bool from_disk = false;         // it came from there, and nobody has taken it since
+  uint64_t recorded = 0;          // Recovery's; 0: it is not recorded
   int64_t last_use_ns = 0;
   int64_t verified_ns = 0;  // when its bytes were last compared with their checksums; 0: never
   BlockName name;

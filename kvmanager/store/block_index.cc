@@ -28,7 +28,7 @@ void BlockIndex::Apply(PageRef ref, PageEvent event, const PageChange& after) {
   Cache& cache = *block.cache;
   Page& page = ref.page();
   const PageId old_raw = page.raw, old_encoded = page.encoded;
-  const bool was_live = page.state != PageState::kFree;
+  const bool was_live = page.state != PageState::kFree, was_resident = page.state == PageState::kResident;
   const bool activations = ref.kind == PageKind::kActivations;
   const FormBytes slot_bytes = cache.slot_bytes(ref.layer, ref.kind);
   uint64_t& raw_bytes = activations ? cache.activation_bytes : cache.raw_bytes;
@@ -46,6 +46,7 @@ void BlockIndex::Apply(PageRef ref, PageEvent event, const PageChange& after) {
     if (slot.valid() && slot != page.raw && slot != page.encoded) cache.tier->Free(slot);
   }
   parts_.metrics->pool_used_bytes.Set(static_cast<double>(parts_.host->pool()->used_bytes()));
+  if (block.published && !was_resident && page.state == PageState::kResident) parts_.after_resident(&block);
 }
 
 void BlockIndex::Hold(Block* block) {
@@ -143,7 +144,7 @@ void BlockIndex::Unname(Block* block, GoneReason reason, const Cache* taker) {
                                      .cache = cache.id,
                                      .owner = cache.tenant_label,
                                      .taker = taker == nullptr ? "" : absl::string_view(taker->tenant_label)});
-  parts_.before_unname(*block);
+  parts_.before_unname(block);
   block->cache->table.Erase(block);
   parts_.metrics->published_blocks.Decrement();
   if (block->holders == 0) Dispose(block);

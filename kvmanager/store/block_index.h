@@ -31,10 +31,11 @@ class BlockIndex {
   struct Parts {
     StoreMetrics* metrics = nullptr;
     const Clock* clock = nullptr;
-    const Tier* host = nullptr;                       // whose use is shown in metrics
-    GoneBlocks* gone = nullptr;                       // is told of each that loses its name
-    std::function<void(Block*)> after_name;           // the block can be found by its name
-    std::function<void(const Block&)> before_unname;  // the block can be found no more by its name
+    const Tier* host = nullptr;                  // whose use is shown in metrics
+    GoneBlocks* gone = nullptr;                  // is told of each that loses its name
+    std::function<void(Block*)> after_name;      // the block can be found by its name
+    std::function<void(Block*)> before_unname;   // the block can be found no more by its name
+    std::function<void(Block*)> after_resident;  // a page of a block that has a name has its last form
   };
 
   explicit BlockIndex(Parts parts) : parts_(std::move(parts)) {}

@@ -112,11 +112,7 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   }
   KV_CHECK(cache->encoded_slots.bytes.size() <= kSlotClassesMax);
   cache->gauges = &parts_.metrics->PagesOf(info.name, cache->tier->name());
-  Tenant& tenant = tenants_[config.tenant];
-  if (tenant.caches++ == 0) {
-    tenant.id = next_tenant_++;
-    tenant.payer = parts_.payers->Hold(config.tenant, tenant.id);
-  }
+  const Tenants::Tenant tenant = parts_.tenants->Hold(config.tenant);
   cache->tenant = tenant.id;
   cache->payer = tenant.payer;
   cache->tenant_label = TenantLabel(config.tenant);
@@ -125,6 +121,7 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   by_opened_.emplace(cache->opened, cache.get());
   by_digest_.emplace(std::pair(cache->digest, config.device), cache->id);
   parts_.metrics->caches.Increment();
+  parts_.after_open(cache);
   return cache;
 }
 
@@ -134,10 +131,7 @@ void CacheTable::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
   by_digest_.erase({cache->digest, cache->config.device});
   by_opened_.erase(cache->opened);
   parts_.metrics->caches.Decrement();
-  const auto tenant = tenants_.find(cache->config.tenant);
-  if (--tenant->second.caches > 0) return;
-  parts_.payers->Drop(tenant->first, tenant->second.id);
-  tenants_.erase(tenant);
+  parts_.tenants->Drop(cache->config.tenant);
 }
 
 bool CacheTable::CloseLeastRecentlyOpened() {
@@ -218,8 +212,7 @@ uint64_t CacheTable::PurgeOne(Cache& cache) {
 absl::StatusOr<uint64_t> CacheTable::Purge(CacheId id) {
   KV_ASSIGN_OR_RETURN(const auto named, Find(id));
   // What is on its way to another memory must not be found there later.
-  parts_.before_purge(&named->digest);
-  uint64_t blocks = 0;
+  uint64_t blocks = parts_.before_purge(&named->digest);
   const auto caches = caches_;
   for (const auto& [each, cache] : caches) {
     if (cache->digest != named->digest) continue;
@@ -230,8 +223,7 @@ absl::StatusOr<uint64_t> CacheTable::Purge(CacheId id) {
 }
 
 uint64_t CacheTable::PurgeAll() {
-  parts_.before_purge(nullptr);
-  uint64_t blocks = 0;
+  uint64_t blocks = parts_.before_purge(nullptr);
   const auto caches = caches_;
   for (const auto& [id, cache] : caches) {
     blocks += PurgeOne(*cache);
@@ -326,10 +318,9 @@ void CacheTable::CheckInvariants() const {
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       KV_CHECK(cache->page_bytes(layer) <= cache->slot_bytes(layer).encoded);
     }
-    const Tenant& tenant = tenants_.at(cache->config.tenant);
+    const Tenants::Tenant& tenant = parts_.tenants->at(cache->config.tenant);
     KV_CHECK(tenant.id == cache->tenant && tenant.payer == cache->payer);
   }
-  parts_.payers->CheckInvariants();
 }
 
 absl::Status CacheTable::CheckNames(absl::Span<const BlockName> names) {

@@ -16,8 +16,8 @@
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/cache_directory.h"
-#include "kvmanager/store/payers.h"
 #include "kvmanager/store/store_metrics.h"
+#include "kvmanager/store/tenants.h"
 #include "kvmanager/store/tier.h"
 
 namespace kvmanager {
@@ -30,10 +30,11 @@ class CacheTable final : public CacheDirectory {
     StoreMetrics* metrics = nullptr;
     const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
     BlockIndex* blocks = nullptr;
-    Payers* payers = nullptr;
+    Tenants* tenants = nullptr;
     BlockDisk* disk = nullptr;  // nullptr: there is none
     const Clock* clock = nullptr;
-    std::function<void(const CacheDigest*)> before_purge;  // of one cache, or of all
+    std::function<uint64_t(const CacheDigest*)> before_purge;  // of one cache, or of all: what goes besides
+    std::function<void(const std::shared_ptr<Cache>&)> after_open;
     std::weak_ptr<const bool> alive;
   };
 
@@ -90,17 +91,10 @@ class CacheTable final : public CacheDirectory {
 
   const Parts parts_;
   CacheId next_cache_ = 1;
-  TenantId next_tenant_ = 1;
   uint64_t opens_ = 0;
   std::map<CacheId, std::shared_ptr<Cache>> caches_;
   absl::flat_hash_map<std::pair<CacheDigest, int>, CacheId> by_digest_;  // and device
   absl::btree_map<uint64_t, Cache*> by_opened_;                          // the least recently opened first
-  struct Tenant {
-    TenantId id = 0;
-    PayerId payer = 0;
-    size_t caches = 0;
-  };
-  absl::flat_hash_map<std::string, Tenant> tenants_;
 };
 
 }  // namespace kvmanager

@@ -1,4 +1,4 @@
-// The fixture of the tests of a store with a disk: the disk is what the test says, and it outlives the stores on it.
+// The fixture of the tests of what outlives a store: a disk, which is what the test says, and host memory that is kept.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ class PageStoreOnDiskTest : public PageStoreTest {
   }
   std::unique_ptr<TestStore> MakeStore() override {
     auto made = std::make_unique<TestStore>(pool_bytes_, device_bytes_, moves_, EvictionKind::kLru,
-                                            has_disk_ ? &disk_ : nullptr);
+                                            has_disk_ ? &disk_ : nullptr, is_kept_ ? &keeper_ : nullptr);
     made->store->long_calls().OnLeftovers([this] { left_ = true; });
     return made;
   }
@@ -52,6 +52,10 @@ class PageStoreOnDiskTest : public PageStoreTest {
   // The daemon has died; the disk has what was written.
   void Restart() {
     Finish();
+    Kill();
+  }
+  void Kill() {
+    disk_.LoseAll();
     test_ = nullptr;
   }
   // Blocks that nobody uses, encoded; their writes have begun. A GPU's kernels are taken to have written its pages.
@@ -111,7 +115,9 @@ class PageStoreOnDiskTest : public PageStoreTest {
   }
 
   FakeDisk disk_;
+  TestKeeper keeper_;
   bool has_disk_ = true;
+  bool is_kept_ = false;
   bool left_ = false;  // something for ReleaseSome
 };
 

@@ -108,6 +108,11 @@ class FakeDisk final : public BlockDisk {
     while (writes() > 0) FinishWrite();
     while (reads() > 0) FinishRead();
   }
+  /// What is on its way never ends: the daemon has died.
+  void LoseAll() {
+    writes_.clear();
+    reads_.clear();
+  }
   /// As if room were short.
   void Evict(const Name& name) { Remove(name, DiskLoss::kEvicted); }
 

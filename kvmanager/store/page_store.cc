@@ -12,6 +12,7 @@
 #include "kvmanager/store/mover.h"
 #include "kvmanager/store/payers.h"
 #include "kvmanager/store/publications.h"
+#include "kvmanager/store/recovery.h"
 #include "kvmanager/store/sequence_arrivals.h"
 #include "kvmanager/store/sequence_beginnings.h"
 #include "kvmanager/store/sequence_exports.h"
@@ -22,27 +23,31 @@
 #include "kvmanager/store/store_inspector.h"
 #include "kvmanager/store/store_reads.h"
 #include "kvmanager/store/table_changes.h"
+#include "kvmanager/store/tenants.h"
 #include "kvmanager/store/tier.h"
 
 namespace kvmanager {
 namespace {
 
-
 // The parts of a store, wired together.
 class PageStoreImpl final : public PageStore, private LongCalls, private TierOwner {
  public:
   PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor, StoreMetrics* metrics,
-                const Clock* clock, absl::Span<const StoreDevice> devices, EvictionKind eviction, BlockDisk* disk)
+                const Clock* clock, absl::Span<const StoreDevice> devices, EvictionKind eviction, BlockDisk* disk,
+                KeptManifest* manifest)
       : metrics_(metrics),
         disk_(disk),
         tiers_(MakeTiers(pool, executor, devices, eviction, clock, this)),
         mover_(tiers_[0].get(), metrics, alive_),
         gone_(clock),
-        blocks_({metrics, clock, tiers_[0].get(), &gone_, [this](Block* block) { disk_writes_.NoteNamed(block); },
-                 [this](const Block& block) { moves_.NotKept(block); }}),
+        blocks_({metrics, clock, tiers_[0].get(), &gone_, [this](Block* block) { AfterName(block); },
+                 [this](Block* block) { BeforeUnname(block); }, [this](Block* block) { recovery_.Record(block); }}),
         payers_(&tiers_),
-        caches_({registry, metrics, &tiers_, &blocks_, &payers_, disk, clock,
-                 [this](const CacheDigest* of) { BeforePurge(of); }, alive_}),
+        tenants_(&payers_),
+        caches_({registry, metrics, &tiers_, &blocks_, &tenants_, disk, clock,
+                 [this](const CacheDigest* of) { return BeforePurge(of); },
+                 [this](const std::shared_ptr<Cache>& cache) { recovery_.NoteOpened(cache); }, alive_}),
+        recovery_({manifest, pool, tiers_[0].get(), metrics, &tenants_, &caches_, &blocks_}),
         encodes_({metrics, &blocks_, alive_}),
         indexes_({metrics, &blocks_, &encodes_, alive_}),
         sequences_({metrics, &caches_, &blocks_, &indexes_}),
@@ -58,8 +63,9 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
         inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &disk_writes_,
-                    &disk_loads_, &imports_, &reads_, &gone_, disk, clock, alive_}) {
+                    &disk_loads_, &recovery_, &imports_, &reads_, &gone_, disk, clock, alive_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
+    recovery_.Recover();
   }
   ~PageStoreImpl() override { alive_.reset(); }
 
@@ -149,23 +155,33 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     appends_.OnLeftovers(fn);
     disk_loads_.OnLeftovers(fn);
     disk_writes_.OnLeftovers(fn);
+    recovery_.OnLeftovers(fn);
     sequences_.OnLeftovers(std::move(fn));
   }
   bool ReleaseSome() override {
-    const bool more = GiveBackSome(), appends = appends_.FinishSome();
-    return disk_writes_.WriteSome() || more || appends;  // last: the others may name blocks
+    const bool more = GiveBackSome(), appends = appends_.FinishSome(), claims = recovery_.ClaimSome();
+    return disk_writes_.WriteSome() || more || appends || claims;  // last: the others may name blocks
   }
   bool GiveBackSome() override {
     const bool reads = reads_.ReleaseSome(), loads = disk_loads_.ReleaseSome();
     return sequences_.ReleaseSome() || reads || loads;
   }
 
-  void BeforePurge(const CacheDigest* of) {
+  void AfterName(Block* block) {
+    disk_writes_.NoteNamed(block);
+    recovery_.Record(block);
+  }
+  void BeforeUnname(Block* block) {
+    moves_.NotKept(*block);
+    recovery_.Forget(block);
+  }
+  uint64_t BeforePurge(const CacheDigest* of) {
     moves_.NotePurge(of);
     disk_writes_.NotePurge(of);
     disk_loads_.NotePurge(of);
     while (GiveBackSome()) {  // what nobody uses is to go
     }
+    return recovery_.Purge(of);
   }
   void Evict(Block* block, const Cache& taker) override { blocks_.Evict(block, taker); }
   bool WritesSoon(const Tier& tier) const override { return &tier == tiers_[0].get() && disk_writes_.WritesSoon(); }
@@ -177,6 +193,12 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   }
   absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const override {
     return inspector_.Exhausted(cache, wanted);
+  }
+  bool HasUnclaimed(const Tier& tier, PayerId payer) const override {
+    return &tier == tiers_[0].get() && recovery_.HasUnclaimed(payer);
+  }
+  bool GiveUpUnclaimed(const Tier& tier, PayerId payer) override {
+    return &tier == tiers_[0].get() && recovery_.GiveUpUnclaimed(payer);
   }
   void OnRoomIn(const Tier& tier) override {
     if (&tier == tiers_[0].get()) imports_.RoomCame();
@@ -191,7 +213,9 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   GoneBlocks gone_;
   BlockIndex blocks_;
   Payers payers_;
+  Tenants tenants_;
   CacheTable caches_;
+  Recovery recovery_;
   EncodeJobs encodes_;
   SequenceIndexes indexes_;
   SequenceTable sequences_;
@@ -214,8 +238,8 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
 std::unique_ptr<PageStore> PageStore::Make(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
                                            StoreMetrics* metrics, const Clock* clock,
                                            absl::Span<const StoreDevice> devices, EvictionKind eviction,
-                                           BlockDisk* disk) {
-  return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock, devices, eviction, disk);
+                                           BlockDisk* disk, KeptManifest* manifest) {
+  return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock, devices, eviction, disk, manifest);
 }
 
 }  // namespace kvmanager

@@ -59,6 +59,8 @@
 
 namespace kvmanager {
 
+class KeptManifest;
+
 /// Whether a call was refused since it is not for pages of this memory: FAILED_PRECONDITION naming `device`.
 inline bool IsWrongMemory(const absl::Status& status) {
   return absl::IsFailedPrecondition(status) && DetailOf(status).field == "device";
@@ -67,12 +69,14 @@ inline bool IsWrongMemory(const absl::Status& status) {
 class PageStore {
  public:
   /// Everything given outlives the store. `registry` knows "raw", whose attention serves raw pages of every cache.
-  /// `metrics` belongs to this store alone. disk: nullptr: none. Leases and encode jobs may end after the store: they
-  /// then do nothing.
+  /// `metrics` belongs to this store alone. disk: nullptr: none. manifest: where blocks of `pool` are recorded, and
+  /// those of an earlier process are found (Recovery); nullptr: nowhere. Leases and encode jobs may end after the
+  /// store: they then do nothing.
   static std::unique_ptr<PageStore> Make(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
                                          StoreMetrics* metrics, const Clock* clock,
                                          absl::Span<const StoreDevice> devices = {},
-                                         EvictionKind eviction = EvictionKind::kLru, BlockDisk* disk = nullptr);
+                                         EvictionKind eviction = EvictionKind::kLru, BlockDisk* disk = nullptr,
+                                         KeptManifest* manifest = nullptr);
   virtual ~PageStore() = default;
 
   virtual Appends& appends() = 0;

@@ -25,7 +25,8 @@ Block* PageTable::FindAndPin(const BlockName& name, uint32_t index, MissReason* 
 }
 
 Block* PageTable::FindKey(const BlockKey& key) const {
-  const auto found = blocks_.find(key);
+  auto found = blocks_.find(key);
+  if (found == blocks_.end() && fill_ != nullptr && fill_(key)) found = blocks_.find(key);
   return found == blocks_.end() ? nullptr : const_cast<Block*>(&*found);  // the blocks are not the table's
 }
 

@@ -9,6 +9,8 @@
 #include <boost/intrusive/unordered_set.hpp>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "absl/hash/hash.h"
@@ -29,6 +31,8 @@ class PageTable {
   Block* FindAndPin(const BlockName& name, uint32_t index, MissReason* reason);
   /// The block with this key, whatever its place and tokens, or nullptr.
   Block* FindKey(const BlockKey& key) const;
+  /// `fill` is called when a key is not found: true: it has inserted the block now. nullptr: nobody is asked.
+  void SetFiller(std::function<bool(const BlockKey& key)> fill) { fill_ = std::move(fill); }
 
   /// `block->name.key` must be new.
   void Insert(Block* block);
@@ -71,6 +75,7 @@ class PageTable {
   std::vector<Blocks::bucket_type> buckets_;  // 8 bytes each
   Blocks blocks_;
   size_t size_ = 0;
+  std::function<bool(const BlockKey&)> fill_;
 };
 
 }  // namespace kvmanager

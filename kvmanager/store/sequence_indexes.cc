@@ -122,10 +122,10 @@ void SequenceIndexes::TakeBack(Sequence* sequence, TokenSelector& selector) {
 // ---- slots of indexes, in memory where they take any ----
 
 std::shared_ptr<const IndexMemory> SequenceIndexes::NewIndexMemory(Tier* tier, PageId slot) {
-  tier->CountIndexBytes(static_cast<int64_t>(tier->pool()->SlotBytes(slot)));
+  tier->Count(&Tier::Bytes::index, static_cast<int64_t>(tier->pool()->SlotBytes(slot)));
   return std::shared_ptr<const IndexMemory>(new IndexMemory{slot}, [alive = parts_.alive, tier](IndexMemory* memory) {
     if (!alive.expired()) {
-      tier->CountIndexBytes(-static_cast<int64_t>(tier->pool()->SlotBytes(memory->slot)));
+      tier->Count(&Tier::Bytes::index, -static_cast<int64_t>(tier->pool()->SlotBytes(memory->slot)));
       tier->Free(memory->slot);
     }
     delete memory;

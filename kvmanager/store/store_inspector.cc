@@ -291,10 +291,10 @@ void StoreInspector::CheckInvariants() const {
     const TierSums& sum = tiers[tier.get()];
     const bool retired = tier->retired_slots() > 0;
     KV_CHECK(index_bytes[tier.get()] <= tier->bytes().index);
-    const uint64_t used_bytes = sum.used_bytes + tier->bytes().index;
+    const uint64_t used_bytes = sum.used_bytes + tier->bytes().index + tier->bytes().unclaimed;
     KV_CHECK(retired ? used_bytes < tier->pool()->slot_bytes_used() : used_bytes == tier->pool()->slot_bytes_used());
     KV_CHECK(sum.evictable_bytes == tier->bytes().evictable &&
-             sum.evictable_bytes == tier->pool()->reclaimable_bytes());
+             sum.evictable_bytes + tier->bytes().unclaimed == tier->pool()->reclaimable_bytes());
     KV_CHECK(sum.kept_longer_bytes == tier->eviction().kept_longer().bytes);
     tier->eviction().CheckInvariants();
     KV_CHECK(sum.kept_bytes == tier->bytes().kept && demoting_bytes[tier.get()] == tier->bytes().demoting);
@@ -307,6 +307,8 @@ void StoreInspector::CheckInvariants() const {
     }
   }
   parts_.caches->CheckInvariants();
+  parts_.payers->CheckInvariants();
+  parts_.recovery->CheckInvariants();
   for (const auto& [id, cache] : parts_.caches->all()) {
     KV_CHECK(cache->arriving.size() == arriving[cache.get()]);
     KV_CHECK(cache->sequences == sequences_of[cache.get()] && cache->table.size() == named[cache.get()]);

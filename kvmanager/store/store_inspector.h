@@ -20,6 +20,8 @@
 #include "kvmanager/store/disk_writes.h"
 #include "kvmanager/store/encode_jobs.h"
 #include "kvmanager/store/gone_blocks.h"
+#include "kvmanager/store/payers.h"
+#include "kvmanager/store/recovery.h"
 #include "kvmanager/store/sequence_imports.h"
 #include "kvmanager/store/sequence_table.h"
 #include "kvmanager/store/store_reads.h"
@@ -44,6 +46,7 @@ class StoreInspector final : public StoreReport {
     const BlockMoves* moves = nullptr;
     const DiskWrites* disk_writes = nullptr;
     const DiskLoads* disk_loads = nullptr;
+    const Recovery* recovery = nullptr;
     SequenceImports* imports = nullptr;
     const StoreReads* reads = nullptr;
     const GoneBlocks* gone = nullptr;

@@ -64,6 +64,16 @@ StoreMetrics::StoreMetrics(Metrics* m)
       published_blocks(m->Gauge("published_blocks", "Blocks that can be found by name")),
       unwritten_blocks(m->Gauge("disk_unwritten_blocks",
                                 "Blocks of host memory that are being written to the disk, or wait for that")),
+      recorded_blocks(m->Gauge("recorded_blocks", "Published blocks that a restart would find in host memory")),
+      unclaimed_blocks(m->Gauge("unclaimed_blocks", "Blocks of an earlier process whose cache is not open")),
+      unrecorded_blocks(
+          m->Counter("unrecorded_blocks_total", "Blocks that a restart will not find: no room to record them")),
+      recovered_blocks(
+          m->Counter("recovered_blocks_total", "Blocks of an earlier process that were found in host memory")),
+      unrecovered_blocks(
+          m->Counter("unrecovered_blocks_total", "Recorded blocks of an earlier process that could not be used")),
+      unclaimed_lost_blocks(m->Counter("unclaimed_lost_blocks_total",
+                                       "Unclaimed blocks that were given up: for room, by a purge, as no cache's")),
       evictable_bytes(m->Gauge("evictable_bytes", "Bytes of published blocks that nothing pins")),
       pool_capacity_bytes(m->Gauge("pool_capacity_bytes", "Bytes of the host pool")),
       pool_used_bytes(m->Gauge("pool_used_bytes", "Bytes of the host pool's slots in use")),

@@ -68,6 +68,12 @@ struct StoreMetrics {
   prometheus::Gauge& index_bytes;
   prometheus::Gauge& published_blocks;
   prometheus::Gauge& unwritten_blocks;
+  prometheus::Gauge& recorded_blocks;
+  prometheus::Gauge& unclaimed_blocks;
+  prometheus::Counter& unrecorded_blocks;
+  prometheus::Counter& recovered_blocks;
+  prometheus::Counter& unrecovered_blocks;
+  prometheus::Counter& unclaimed_lost_blocks;
   prometheus::Gauge& evictable_bytes;
   prometheus::Gauge& pool_capacity_bytes;
   prometheus::Gauge& pool_used_bytes;

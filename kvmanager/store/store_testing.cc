@@ -1,9 +1,12 @@
 #include "kvmanager/store/store_testing.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
 #include "kvmanager/base/status.h"
+#include "kvmanager/keep/kept_manifest.h"
 #include "xxhash.h"
 
 namespace kvmanager::testing {
@@ -336,17 +339,41 @@ Explained ExplainAll(PageStore& store, CacheId cache, std::vector<BlockName> nam
   return explanation->Take().value();
 }
 
-TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves, EvictionKind eviction, BlockDisk* disk)
+void TestKeeper::Forget() {
+  for (const int fd : pool) close(fd);
+  pool.clear();
+  if (manifest >= 0) close(std::exchange(manifest, -1));
+}
+
+TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves, EvictionKind eviction, BlockDisk* disk,
+                     TestKeeper* keeper)
     : store_metrics(&metrics) {
   RegisterTestCodecs(&registry);
-  pool = MakePool(pool_bytes);
+  if (keeper == nullptr) {
+    pool = MakePool(pool_bytes);
+  } else {
+    PagePool::Options options{.pool_bytes = pool_bytes, .huge_pages = false, .keep = true};
+    for (const int fd : keeper->pool) options.kept.push_back(dup(fd));
+    auto made = PagePool::Create(options);
+    KV_CHECK(made.ok());
+    pool = *std::move(made);
+    const KeptManifest::Pool of{pool->capacity_bytes(), pool->slab_bytes()};
+    auto recorded = keeper->manifest < 0 ? KeptManifest::Create(of) : KeptManifest::TakeOver(dup(keeper->manifest), of);
+    KV_CHECK(recorded.ok());
+    manifest = *std::move(recorded);
+    if (keeper->manifest < 0) {
+      for (const auto& region : pool->regions()) keeper->pool.push_back(dup(region->keeper_fd()));
+      keeper->manifest = dup(manifest->keeper_fd());
+    }
+  }
   std::vector<StoreDevice> devices;
   if (device_bytes > 0) {
     device.pool = MakePool(device_bytes);
     devices.push_back(
         {TestDevice::kOrdinal, device.pool.get(), &device.epochs, &device.executor, moves ? &device.mover : nullptr});
   }
-  store = PageStore::Make(pool.get(), &registry, &executor, &store_metrics, &clock, devices, eviction, disk);
+  store = PageStore::Make(pool.get(), &registry, &executor, &store_metrics, &clock, devices, eviction, disk,
+                          manifest.get());
 }
 
 CacheId TestStore::Open(const CacheConfig& config) {

@@ -11,6 +11,7 @@
 
 #include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
+#include "kvmanager/keep/kept_manifest.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/store/page_store.h"
@@ -138,13 +139,24 @@ void LoadAll(DiskLoad& load, absl::FunctionRef<void()> wait);
 Explained ExplainAll(PageStore& store, CacheId cache, std::vector<BlockName> names);
 
 /// A store with its pool, codecs, executor, metrics and clock.
+/// Host memory that outlives a TestStore, as a keeper has it.
+struct TestKeeper {
+  std::vector<int> pool;  // descriptors
+  int manifest = -1;
+  void Forget();
+  ~TestKeeper() { Forget(); }
+};
+
 struct TestStore {
   /// device_bytes: 0 without a device. moves: its pages move to the host and back. disk: outlives it; nullptr: none.
+  /// keeper: likewise; the store is of what it has.
   explicit TestStore(uint64_t pool_bytes = 64 << 20, uint64_t device_bytes = 0, bool moves = false,
-                     EvictionKind eviction = EvictionKind::kLru, BlockDisk* disk = nullptr);
+                     EvictionKind eviction = EvictionKind::kLru, BlockDisk* disk = nullptr,
+                     TestKeeper* keeper = nullptr);
 
   CodecRegistry registry;
   std::unique_ptr<PagePool> pool;
+  std::unique_ptr<KeptManifest> manifest;  // with a keeper
   ManualExecutor executor;
   TestDevice device;
   Metrics metrics;

@@ -72,10 +72,12 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
       if (evicted_waiting_bytes() >= waiting_bytes_max || !CanReserve(cache, counts)) {
         return owner_->Exhausted(cache, counts);
       }
-      const std::optional<PayerId> payer =
-          pool_->NextToGive(cache.tenant, wanted, [this](PayerId each) { return eviction_->Victim(each) != nullptr; });
+      const std::optional<PayerId> payer = pool_->NextToGive(cache.tenant, wanted, [this](PayerId each) {
+        return eviction_->Victim(each) != nullptr || owner_->HasUnclaimed(*this, each);
+      });
       // Small slabs of others may join to a slab, and then serve otherwise than was counted.
       if (!payer.has_value()) return owner_->Exhausted(cache, counts);
+      if (owner_->GiveUpUnclaimed(*this, *payer)) continue;
       Block* victim = NextToEvict(*payer);
       // What the lower tier has, too, goes at once; the rest goes there first, and that is waited for likewise. A disk
       // is not waited for: what it has not taken by now is lost.

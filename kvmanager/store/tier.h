@@ -5,7 +5,8 @@
 // demote a victim. On the store's thread.
 //
 // Invariants (CheckInvariants of the store):
-//  1. bytes().evictable is the sum of the evictable blocks' slots, which are the reclaimable ones of the pool.
+//  1. bytes().evictable is the sum of the evictable blocks' slots; these and the unclaimed ones are the reclaimable
+//     slots of the pool.
 //  2. A slot that was freed is given out again once no plan of ReleaseEpochs may name it.
 #pragma once
 
@@ -44,6 +45,10 @@ class TierOwner {
   virtual bool Demote(Block* block) = 0;
   /// Gives back more of what sequences and leases have left. False: that was all.
   virtual bool GiveBackSome() = 0;
+  /// Blocks of an earlier process in `tier` whose cache is not open (Recovery): whether a payer has some, and gives
+  /// one up, which frees its slots.
+  virtual bool HasUnclaimed(const Tier& tier, PayerId payer) const = 0;
+  virtual bool GiveUpUnclaimed(const Tier& tier, PayerId payer) = 0;
   /// Slots of `tier` were freed, or have become evictable.
   virtual void OnRoomIn(const Tier& tier) = 0;
   /// The error for slots that a cache cannot have.
@@ -103,16 +108,16 @@ class Tier {
   void BeginDemotion(uint64_t bytes) { bytes_.demoting += bytes; }
   void EndDemotion(uint64_t bytes) { bytes_.demoting -= bytes; }
 
-  /// Slots of sequences' indexes, which no page names.
-  void CountIndexBytes(int64_t bytes) { bytes_.index += bytes; }
-
   struct Bytes {
     uint64_t evictable = 0;
-    uint64_t kept = 0;      // of those, of blocks that the lower tier has, too
-    uint64_t demoting = 0;  // on their way to the lower tier: evictable once they are there
-    uint64_t index = 0;     // of sequences' indexes
+    uint64_t kept = 0;       // of those, of blocks that the lower tier has, too
+    uint64_t demoting = 0;   // on their way to the lower tier: evictable once they are there
+    uint64_t index = 0;      // of sequences' indexes
+    uint64_t unclaimed = 0;  // of blocks of an earlier process
   };
   const Bytes& bytes() const { return bytes_; }
+  /// Slots that no page names: bytes more, or less, of Bytes::index or Bytes::unclaimed.
+  void Count(uint64_t Bytes::*of, int64_t bytes) { bytes_.*of += static_cast<uint64_t>(bytes); }
 
  private:
   // What was evicted and has not all returned: it is room that only has to be waited for.
