@@ -17,75 +17,21 @@
 #include "client/client.h"
 #include "gtest/gtest.h"
 #include "tests/harness.h"
-#include "tests/logged_daemon.h"
 #include "tests/matchers.h"
 #include "tests/model.h"
-#include "tests/prefix_reads.h"
+#include "tests/restarted_daemon.h"
 
 namespace kvmanager::testing {
 namespace {
 
-using client::Cache;
 using client::CacheOptions;
 using client::Client;
-using client::CreatedSequence;
 
-constexpr int kPageTokens = 64;
-
-class DiskTest : public ::testing::Test {
+class DiskTest : public RestartedDaemonTest {
  protected:
-  void TearDown() override { client_.reset(); }
-
-  void Start(uint64_t pool_bytes = 64 << 20, std::vector<std::string> more = {}, bool may_fail = false) {
-    client_.reset();
-    daemon_.reset();
-    DaemonOptions options;
-    options.host_pool_bytes = pool_bytes;
-    options.peers = false;
-    options.program = log_.program();
-    options.more_flags = {"--disk-path", disk_, "--disk-bytes", "4GiB"};
-    options.more_flags.insert(options.more_flags.end(), more.begin(), more.end());
-    auto daemon = DaemonProcess::Start(options);
-    if (may_fail && !daemon.ok()) return;
-    ASSERT_OK(daemon);
-    daemon_ = *std::move(daemon);
-    ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {.admin_address = daemon_->admin()}));
-  }
-  void Kill() {
-    client_.reset();
-    daemon_->Kill();
-  }
-  double Metric(const std::string& name) {
-    const auto page = Scrape(*daemon_);
-    EXPECT_OK(page);
-    return page.ok() ? page->Sum(name) : -1;
-  }
+  DiskTest() { flags_ = {"--disk-path", disk_, "--disk-bytes", "4GiB"}; }
   bool AllWritten() {
     return Eventually([&] { return Metric("kvmanager_disk_unwritten_blocks") == 0; }, 60000);
-  }
-  // Publishes the first `blocks` blocks of a text that nobody uses afterwards.
-  static void Publish(Cache& cache, const Source& source, int blocks) {
-    ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache.CreateSequence());
-    ASSERT_OK(Load(cache, made.sequence->id(), source, 0, blocks * kPageTokens, 1024));
-    ASSERT_OK(made.sequence->Publish(Names(cache, source, blocks)));
-  }
-  static int Found(Cache& cache, const Source& source, int blocks) {
-    const std::vector<BlockName> names = Names(cache, source, blocks);
-    const absl::Span<const BlockName> prefix = names;
-    const auto match = cache.Match({&prefix, 1});
-    EXPECT_OK(match);
-    return match.ok() ? match->at(0).hit_blocks : -1;
-  }
-  // Finds `blocks` blocks and compares every token with the model of the codec; how many it found.
-  static int Compare(Cache& cache, const Source& source, int blocks) {
-    auto made = cache.CreateSequence(Names(cache, source, blocks));
-    EXPECT_OK(made);
-    if (!made.ok() || made->match.hit_blocks == 0) return 0;
-    const int tokens = made->match.hit_blocks * kPageTokens;
-    const auto layer = LayerThatDiffers(cache, made->sequence->id(), source, tokens);
-    EXPECT_OK(layer);
-    EXPECT_EQ(layer.value_or(kNoLayer), kNoLayer);
-    return made->match.hit_blocks;
   }
   std::vector<std::filesystem::path> Segments() const {
     std::vector<std::filesystem::path> files;
@@ -93,11 +39,7 @@ class DiskTest : public ::testing::Test {
     return files;
   }
 
-  TempDir directory_;
   const std::string disk_ = directory_.path() + "/disk";
-  const DaemonLog log_{directory_.path()};
-  std::unique_ptr<DaemonProcess> daemon_;
-  std::unique_ptr<Client> client_;
 };
 
 TEST_F(DiskTest, EveryCodecsBlocksOutliveAKill) {

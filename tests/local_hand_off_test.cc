@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
+#include "kvmanager/keep/keeper_testing.h"
 #include "tests/daemon_pair.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
@@ -105,6 +106,25 @@ TEST_F(LocalHandOffTest, ThreeWaysToSayNo) {
     EXPECT_EQ(ForeignPools(receiver_->pid()), 0);
     TearDown();
   }
+}
+
+// Its pages are not sealed: others get a descriptor that reads.
+TEST_F(LocalHandOffTest, AlsoOfMemoryThatOutlivesItsDaemon) {
+  const TempDir folder;
+  const auto kept = [&](const char* name) {
+    return DaemonOptions{.more_flags = {"--state-dir", absl::StrCat(folder.path(), "/", name)}};
+  };
+  for (int i = 0; i < 2; ++i) {  // the second time it is taken over
+    ASSERT_NO_FATAL_FAILURE(Start(kept("sender"), kept("receiver")));
+    HandOffOutcome sent;
+    ASSERT_NO_FATAL_FAILURE(HandOver("hack:k_bits=3,v_bits=2", &sent));
+    ExpectNothingAnywhere();
+    const Moved moved = MovedBytes(*receiver_, "received");
+    EXPECT_EQ(moved.copies, double(sent.bytes_sent));
+    EXPECT_EQ(moved.sockets, 0);
+    TearDown();
+  }
+  for (const char* const name : {"/sender", "/receiver"}) KillKeeperOf(folder.path() + name);
 }
 
 TEST_F(LocalHandOffTest, ASenderKilledMidwayLeavesNothing) {

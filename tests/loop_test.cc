@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
+#include "kvmanager/keep/keeper_testing.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 #include "tests/model.h"
@@ -229,6 +230,37 @@ TEST_F(LoopTest, WithTheLongestPrefixOnADisk) {
   ASSERT_OK(cache_->Retain({}, {}));
   ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_retained_blocks") < kMostBlocks; }));
   EXPECT_EQ(LongTurns("their ends"), 0);
+}
+
+// And in memory that outlives the daemon: recorded, claimed, given up by a purge.
+TEST_F(LoopTest, WithTheLongestPrefixInKeptMemory) {
+  const TempDir directory;
+  const std::string state = directory.path() + "/state";
+  DaemonOptions options;
+  options.host_pool_bytes = 1536 << 20;
+  options.more_flags = {"--state-dir", state, "--state-keep-s", "60"};
+  ASSERT_NO_FATAL_FAILURE(Restart(options));
+  std::vector<BlockName> names;
+  for (int i = 0; i < kMostBlocks; ++i) names.push_back(NameOf(i));
+  {
+    ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*cache_, kMostBlocks, 1000));
+    ASSERT_OK(made.sequence->Publish(names));
+    EXPECT_EQ(LongTurns("publish of 60,000 blocks that are recorded"), 0);
+  }
+  ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_recorded_blocks") == kMostBlocks; }, 60000));
+  daemon_->Kill();
+  ASSERT_NO_FATAL_FAILURE(Restart(options));
+  ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_recorded_blocks") == kMostBlocks; }, 60000));
+  EXPECT_EQ(LongTurns("their claim after a kill"), 0);
+  {
+    ASSERT_OK_AND_ASSIGN(const CreatedSequence created, cache_->CreateSequence(names));
+    EXPECT_EQ(created.match.hit_blocks, kMostBlocks);
+    EXPECT_EQ(LongTurns("createSequences with them, compared"), 0);
+  }
+  cache_.reset();
+  client_.reset();
+  daemon_.reset();
+  KillKeeperOf(state);
 }
 
 // What another tenant wrote is zeroed before somebody else has it.

@@ -27,16 +27,39 @@ class Packaging(unittest.TestCase):
                     self.assertEqual(page.status, 200)
 
     @unittest.skipUnless(shutil.which("systemd-analyze"), "systemd is not installed")
-    def test_unit(self) -> None:
-        with open(data_path("packaging/kvmanagerd.service"), encoding="utf-8") as file:
-            text = file.read()
-        with tempfile.TemporaryDirectory(prefix="kvunit") as folder:
-            unit = os.path.join(folder, "kvmanagerd.service")
+    def test_units(self) -> None:
+        for name in ("kvmanagerd.service", "kvmanager-keeper.service"):
+            with open(data_path("packaging/" + name), encoding="utf-8") as file:
+                text = file.read()
+            with self.subTest(name), tempfile.TemporaryDirectory(prefix="kvunit") as folder:
+                unit = os.path.join(folder, name)
+                program = os.path.realpath(kvmanager_testing.daemon_program())
+                with open(unit, "w", encoding="utf-8") as file:
+                    file.write(text.replace("/usr/local/bin/kvmanagerd", program))
+                done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+                self.assertEqual((done.returncode, done.stdout + done.stderr), (0, ""))
+
+    def test_the_keepers_unit_keeps_what_a_daemon_had(self) -> None:
+        """Its command, which a daemon finds by --state-dir."""
+        with open(data_path("packaging/kvmanager-keeper.service"), encoding="utf-8") as file:
+            (command,) = [line.removeprefix("ExecStart=").split() for line in file if line.startswith("ExecStart=")]
+        with tempfile.TemporaryDirectory(prefix="kvkeep") as folder:
+            os.chmod(folder, 0o700)
             program = os.path.realpath(kvmanager_testing.daemon_program())
-            with open(unit, "w", encoding="utf-8") as file:
-                file.write(text.replace("/usr/local/bin/kvmanagerd", program))
-            done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
-            self.assertEqual((done.returncode, done.stdout + done.stderr), (0, ""))
+            words = [{"/usr/local/bin/kvmanagerd": program, "/var/lib/kvmanager/state": folder}.get(word, word) for word in command]
+            self.assertEqual(words, [program, "--keeper", folder])
+            with subprocess.Popen(words) as keeper:
+                while not os.path.exists(f"{folder}/keeper"):
+                    self.assertIsNone(keeper.poll())
+                for _ in range(2):
+                    with kvmanager_testing.Daemon(flags=("--state-dir", folder)) as daemon:
+                        self.assertTrue(daemon.listen)
+                        with open(f"/proc/{keeper.pid}/maps", encoding="utf-8") as maps:
+                            self.assertNotIn("kvmanager-pool", maps.read())
+                        held = [os.readlink(f"/proc/{keeper.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{keeper.pid}/fd")]
+                        self.assertTrue(any("kvmanager-pool-0" in each for each in held), held)
+                keeper.terminate()
+                self.assertEqual(keeper.wait(timeout=60), -15)
 
     def test_says_when_it_can_serve(self) -> None:
         """As systemd's Type=notify expects it."""

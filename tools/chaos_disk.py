@@ -1,9 +1,11 @@
-"""tools/chaos --disk: a daemon with a disk is killed and started again, and must have what was durable.
+"""tools/chaos --disk: a daemon with a disk, whose memory outlives it, is killed and started again, and must have what was
+durable.
 
 In each round kvmanagerd starts on the folder that the last one left, a client (tests/disk_stress.cc) checks it against a
 file of what is expected, publishes more, and notes there what is durable; then, at a moment that the seed says, the
-daemon is killed (kill -9), or ended by SIGTERM. In some rounds the disk fails now and then (failpoints: writes, reads,
-syncs). These are counted, and each must be 0:
+daemon is killed (kill -9), or ended by SIGTERM. In half of the rounds the keeper of its memory is killed behind it, so
+that the disk alone has what comes back. In some the disk fails now and then (failpoints: writes, reads, syncs). These are
+counted, and each must be 0:
 
   lost         a block that was durable is not there
   wrong        a block has other bytes than were published
@@ -22,6 +24,8 @@ import pathlib
 import random
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,7 +45,7 @@ class DiskChaos:
     def __init__(self, options: argparse.Namespace, folder: pathlib.Path) -> None:
         self._options, self._folder = options, folder
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.events = {"kill -9": 0, "SIGTERM": 0, "with failpoints": 0}
+        self.events = {"kill -9": 0, "SIGTERM": 0, "keeper killed": 0, "with failpoints": 0}
         self.sums: dict[str, int] = {}
         self.notes: list[str] = []
         self.rounds = 0
@@ -63,6 +67,7 @@ class DiskChaos:
             daemon = subprocess.Popen(
                 [self._options.kvmanagerd, "--listen", listen, "--host-pool-bytes", "24MiB"]
                 + ["--disk-path", str(self._folder / "disk"), "--disk-bytes", "4GiB"]
+                + ["--state-dir", str(self._folder / "state"), "--state-keep-s", "60"]
                 + ["--metrics-listen", "127.0.0.1:0", "--threads", "2", "--drain-s", "2"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -77,6 +82,22 @@ class DiskChaos:
                 return daemon, listen, words["metrics"]
         self._note("failed start", f"kvmanagerd ended with {daemon.wait()}")
         return None
+
+    def _kill_keeper(self) -> bool:
+        """The process that keeps the daemon's memory, if there is one."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as keeper:
+            try:
+                keeper.connect(str(self._folder / "state" / "keeper"))
+            except OSError:
+                return False
+            process = struct.unpack("3i", keeper.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            os.kill(process, signal.SIGKILL)
+            try:
+                while keeper.recv(1):  # until it has gone
+                    pass
+            except ConnectionResetError:
+                pass
+        return True
 
     def _round(self) -> None:
         draw = random.Random(f"{self._options.seed}/{self.rounds}")
@@ -116,6 +137,8 @@ class DiskChaos:
         if gently and code != 0:
             self._note("unexpected", f"the daemon ended with {code} at SIGTERM")
         daemon.stdout.close()
+        if draw.random() < 0.5:
+            self.events["keeper killed"] += self._kill_keeper()
         try:
             rest, _ = client.communicate(timeout=VERIFY_S)
         except subprocess.TimeoutExpired:
@@ -154,6 +177,9 @@ class DiskChaos:
                 line = f"{self.seconds:5.0f} s  round {self.rounds}  " + ", ".join(f"{k} {v}" for k, v in self.counts.items())
                 print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
+    def end(self) -> None:
+        self._kill_keeper()
+
     def summary(self) -> str:
         lines = [f"{self.rounds} rounds in {self.seconds:.0f} s, seed {self._options.seed}"]
         lines.append("events: " + ", ".join(f"{name} {count}" for name, count in self.events.items()))
@@ -168,6 +194,7 @@ def run(options: argparse.Namespace) -> int:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kvchaos", dir=options.folder))
     chaos = DiskChaos(options, folder)
     chaos.run()
+    chaos.end()
     print("\n" + chaos.summary())
     for text in chaos.notes[:50]:
         print(text)

@@ -102,6 +102,8 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "lines that wait to be written; the oldest are lost"},
       {"drain_s", kDaemon, kS, static_cast<uint64_t>(o.drain_s), "--drain-s", nullptr,
        "how long SIGTERM waits for leases and unclaimed sequences"},
+      {"state_keep_s", kDaemon, kS, static_cast<uint64_t>(o.state_keep_s), "--state-keep-s", nullptr,
+       "how long the memory of --state-dir is kept without a daemon; 0: for ever"},
       {"hand_off_lease_ms", kDaemon, kMs, static_cast<uint64_t>(o.hand_off_lease_ms), "--hand-off-lease-ms", nullptr,
        "how long a received sequence waits to be claimed"},
       // A tenant's.

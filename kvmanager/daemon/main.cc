@@ -24,6 +24,7 @@
 #include "kvmanager/daemon/server.h"
 #include "kvmanager/daemon/supervisor.h"
 #include "kvmanager/disk/rocksdb_tsan.h"
+#include "kvmanager/keep/keeper.h"
 #include "kvmanager/memory/device.h"
 #include "transport/ucx/ucx_process.h"
 
@@ -84,6 +85,7 @@ void SetUpMalloc() {
 int main(int argc, char** argv) {
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kUcxProcessFlag) == 0) return kvmanager::RunUcxProcess();
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kPluginHostFlag) == 0) return kvmanager::RunPluginHost();
+  if (argc >= 2 && std::strcmp(argv[1], kvmanager::kKeeperFlag) == 0) return kvmanager::RunKeeper(argc, argv);
   const auto line = kvmanager::ParseCommandLine(argc, argv, kvmanager::LimitsHelp(kvmanager::ListLimits({}, nullptr)));
   if (!line.ok()) {
     std::fprintf(stderr, "kvmanagerd: %s\nTry kvmanagerd --help.\n", std::string(line.status().message()).c_str());

@@ -64,7 +64,7 @@ struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes,
       memory_beyond_pool_bytes, slab_bytes, hand_off_lease_ms, tenant_most_percent, drain_s, peer_rate_bytes,
       peer_window_bytes, peer_local_copy, peer_zero_copy, peer_tls, tls_clients, device_pool_bytes, device_slab_bytes,
-      devices, recompute_device_bytes, eviction, disk_bytes;
+      devices, recompute_device_bytes, eviction, disk_bytes, state_keep_s;
   std::vector<std::string> peer_tenants;
 };
 
@@ -203,6 +203,9 @@ absl::Status Check(const Texts& texts, Options* options) {
     KV_RETURN_IF_ERROR(CheckBytes("--disk-bytes", texts.disk_bytes, Options::kDiskBytesMin, Options::kDiskBytesMax,
                                   &options->disk_bytes));
   }
+  if (options->state_dir.empty() && !texts.state_keep_s.empty()) {
+    return InvalidField("--state-dir", "missing", "a folder, as --state-keep-s is given");
+  }
   if (!texts.eviction.empty()) {
     KV_ASSIGN_OR_RETURN(options->eviction, ParseEvictionKind("--eviction", texts.eviction));
   }
@@ -221,6 +224,7 @@ absl::Status Check(const Texts& texts, Options* options) {
       {"--hand-off-lease-ms", texts.hand_off_lease_ms, Options::kHandOffLeaseMsMin, Options::kHandOffLeaseMsMax,
        &options->hand_off_lease_ms},
       {"--drain-s", texts.drain_s, 0, Options::kDrainSMax, &options->drain_s},
+      {"--state-keep-s", texts.state_keep_s, 0, Options::kStateKeepSMax, &options->state_keep_s},
   };
   for (const auto& [flag, text, low, high, value] : integers) {
     if (!text.empty()) KV_RETURN_IF_ERROR(ParseInteger(flag, text, low, high, value));
@@ -317,6 +321,15 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv, 
                  "memory and over restarts; made if it is not there (default: none are)")
       ->type_name("DIR");
   app.add_option("--disk-bytes", texts.disk_bytes, "Room for them there: 100GiB, 1TiB, ...")->type_name("BYTES");
+  app.add_option(
+         "--state-dir", options.state_dir,
+         "Folder of this daemon alone, by which published blocks stay in host memory over restarts and kill -9: "
+         "a process that it starts, or kvmanagerd --keeper DIR, keeps the memory meanwhile; made if it is not "
+         "there (default: the memory goes with the daemon)")
+      ->type_name("DIR");
+  app.add_option("--state-keep-s", texts.state_keep_s,
+                 "How long that process keeps the memory without a daemon; 0: until it is ended (default 300)")
+      ->type_name("N");
   app.add_option("--eviction", texts.eviction,
                  "Which published block goes first when a pool is full: lru: the least recently used; s3fifo: S3-FIFO; "
                  "cost: the one whose memory is expected to save the least recompute (default cost)")

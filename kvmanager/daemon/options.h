@@ -39,6 +39,7 @@ struct Options {
   static constexpr size_t kDevicesMax = 16;
   static constexpr int kDeviceOrdinalMax = 1023;
   static constexpr int64_t kQualitySampleMax = 1000000000;
+  static constexpr int64_t kStateKeepSMax = 1000000;
   static constexpr uint64_t kPeerRateBytesMin = 1 << 16;
   static constexpr uint64_t kPeerWindowBytesMin = 1 << 16, kPeerWindowBytesMax = uint64_t{4} << 30;
 
@@ -61,6 +62,8 @@ struct Options {
   bool insecure = false;                         // listen on addresses that others reach, without a key
   std::string disk_path;                         // folder in which published blocks are kept; empty: no disk
   uint64_t disk_bytes = 0;                       // that they take there: kDiskBytesMin..kDiskBytesMax with disk_path
+  std::string state_dir;                         // folder of the keeper of host memory; empty: it goes with the daemon
+  int64_t state_keep_s = 300;                    // without a daemon: 0 (for ever)..kStateKeepSMax
   EvictionKind eviction = EvictionKind::kCost;   // of every tier, and of the disk
   int64_t tenant_most_percent = 100;             // of each pool, for a tenant: kTenantMostPercentMin..Max
   int64_t threads = 0;                           // 0: one per CPU that the process may use

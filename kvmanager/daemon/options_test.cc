@@ -148,7 +148,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
       "\"1GiB\"\nslab-bytes = \"4MiB\"\n"
       "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
       "= off\npeer-zero-copy = off\nlog-level = warn\nadmin-listen = \"unix:/tmp/b.sock\"\ntenants = "
-      "/etc/tenants.json\neviction = s3fifo\ndisk-path = /var/lib/kv\ndisk-bytes = 1GiB\n");
+      "/etc/tenants.json\neviction = s3fifo\ndisk-path = /var/lib/kv\ndisk-bytes = 1GiB\n"
+      "state-dir = /var/lib/state\nstate-keep-s = 7\n");
   auto file = Parse({"--config", path});
   auto flags = Parse({"--listen",
                       "unix:/tmp/a.sock",
@@ -194,6 +195,10 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
                       "/var/lib/kv",
                       "--disk-bytes",
                       "1GiB",
+                      "--state-dir",
+                      "/var/lib/state",
+                      "--state-keep-s",
+                      "7",
                       "--eviction",
                       "s3fifo"});
   ASSERT_TRUE(file.ok()) << file.status();
@@ -222,6 +227,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
     EXPECT_EQ(o.eviction, EvictionKind::kS3Fifo);
     EXPECT_EQ(o.disk_path, "/var/lib/kv");
     EXPECT_EQ(o.disk_bytes, uint64_t{1} << 30);
+    EXPECT_EQ(o.state_dir, "/var/lib/state");
+    EXPECT_EQ(o.state_keep_s, 7);
   }
   auto both = Parse({"--config", path, "--threads", "7"});
   ASSERT_TRUE(both.ok()) << both.status();
@@ -399,6 +406,8 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--quality-sample", "1000000001"}), "--quality-sample", "1000000001"},
            {With({"--arena-bytes", "3TiB"}), "--arena-bytes", "3TiB"},
            {With({"--eviction", "arc"}), "--eviction", "arc"},
+           {With({"--state-keep-s", "7"}), "--state-dir", "missing"},
+           {With({"--state-dir", "/s", "--state-keep-s", "1000001"}), "--state-keep-s", "1000001"},
            {With({"--disk-path", "/d"}), "--disk-bytes", "missing"},
            {With({"--disk-bytes", "1TiB"}), "--disk-path", "missing"},
            {With({"--disk-path", "/d", "--disk-bytes", "63MiB"}), "--disk-bytes", "63MiB"},

@@ -24,6 +24,7 @@
 #include "kvmanager/daemon/server_access.h"
 #include "kvmanager/daemon/server_devices.h"
 #include "kvmanager/daemon/server_disk.h"
+#include "kvmanager/daemon/server_memory.h"
 #include "kvmanager/daemon/server_metrics.h"
 #include "kvmanager/daemon/server_plugins.h"
 #include "kvmanager/daemon/server_ucx.h"
@@ -99,11 +100,10 @@ class ServerImpl final : public Server {
     KV_RETURN_IF_ERROR(access_.ReadFiles());
     calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
     registry_.SetCalibrations(calibrations_.get());
-    KV_ASSIGN_OR_RETURN(pool_,
-                        PagePool::Create({.pool_bytes = options_.host_pool_bytes, .slab_bytes = options_.slab_bytes}));
+    KV_RETURN_IF_ERROR(memory_.Open(options_));
     facts_.gpus = DeviceSummary();
     spdlog::info("GPUs: {}", facts_.gpus);
-    KV_RETURN_IF_ERROR(devices_.Open(pool_.get()));
+    KV_RETURN_IF_ERROR(devices_.Open(memory_.pool()));
     workers_ = std::make_unique<WorkerPool>(options_.threads > 0 ? static_cast<int>(options_.threads) : UsableCpus());
     background_ = std::make_unique<WorkerPool>(1, Turn::kLength, kBackgroundNice);
     executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &metrics_.encodes, &clock_);
@@ -116,8 +116,11 @@ class ServerImpl final : public Server {
       KV_ASSIGN_OR_RETURN(disk_, BlockDisk::Open({options_.disk_path, options_.disk_bytes, options_.eviction}, &queue_,
                                                  &metrics_.disk));
     }
-    store_ = PageStore::Make(pool_.get(), &registry_, executor_.get(), &metrics_.store, &clock_, devices,
-                             options_.eviction, disk_.get());
+    store_ = PageStore::Make(memory_.pool(), &registry_, executor_.get(), &metrics_.store, &clock_, devices,
+                             options_.eviction, disk_.get(), memory_.manifest());
+    if (memory_.manifest() != nullptr) {
+      spdlog::info("{:.0f} blocks of an earlier daemon are in memory", metrics_.store.recovered_blocks.Value());
+    }
     if (options_.quality_sample > 0) {
       quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_.all, uint32_t(options_.quality_sample));
       for (Gpu* const gpu : devices_.gpus()) quality_->SetReader(gpu->ordinal(), gpu->reads());
@@ -139,7 +142,7 @@ class ServerImpl final : public Server {
     incoming.metrics = &metrics_.hand_offs;
     incoming.gpus = devices_.gpus();
     incoming.copier = devices_.copier();
-    incoming.host_pool_bytes = pool_->capacity_bytes();
+    incoming.host_pool_bytes = memory_.pool()->capacity_bytes();
     incoming.lease_ms = options_.hand_off_lease_ms;
     incoming.peer_tenants = options_.peer_tenants;
     incoming_ = std::make_unique<IncomingHandOffs>(incoming);
@@ -149,7 +152,7 @@ class ServerImpl final : public Server {
     facts_.start_ns = clock_.NowNs();
     facts_.busy_polls = options_.busy_poll_us > 0;
     KV_RETURN_IF_ERROR(access_.Open(store_.get(), &facts_));
-    KV_ASSIGN_OR_RETURN(ucx_, OpenUcx(options_, *pool_));
+    KV_ASSIGN_OR_RETURN(ucx_, OpenUcx(options_, *memory_.pool()));
     facts_.ucx = [this] { return DescribeUcx(ucx_.get()); };
     facts_.disk = [this] { return DescribeDisk(disk_.get(), options_.disk_path, *store_); };
     if (ucx_ != nullptr) spdlog::info("peers with the same key: {}", facts_.ucx());
@@ -165,7 +168,7 @@ class ServerImpl final : public Server {
     transport.copy_threads = std::min(UsableCpus(), kCopyThreadsMax);
     transport.connections = std::min<uint32_t>(static_cast<uint32_t>(UsableCpus()), transport.connections);
     if (options_.peer_local_copy && options_.peer_rate_bytes == 0) {
-      for (const auto& region : pool_->regions()) {
+      for (const auto& region : memory_.pool()->regions()) {
         transport.memory.push_back({region->data(), region->bytes(), region->fd()});
       }
     }
@@ -323,7 +326,7 @@ class ServerImpl final : public Server {
       daemon.admin = {.facts = &of.facts_,
                       .clock = &of.clock_,
                       .store = of.store_.get(),
-                      .host_pool = of.pool_.get(),
+                      .host_pool = of.memory_.pool(),
                       .gpus = of.devices_.gpus(),
                       .pinner = of.devices_.pinner(),
                       .workers = of.workers_.get(),
@@ -345,7 +348,7 @@ class ServerImpl final : public Server {
 
     LimitHolders Holders(ServerImpl& of, const Connections* connections) {
       return {of.store_.get(),
-              of.pool_.get(),
+              of.memory_.pool(),
               of.disk_.get(),
               of.devices_.gpus(),
               &of.arenas_,
@@ -463,7 +466,7 @@ class ServerImpl final : public Server {
   ServerAccess access_;
   std::unique_ptr<CalibrationSource> calibrations_;
   CodecRegistry registry_;
-  std::unique_ptr<PagePool> pool_;
+  ServerMemory memory_;
   PollList polls_;
   ServerDevices devices_;
   std::unique_ptr<WorkerPool> workers_, background_;

@@ -38,14 +38,15 @@ class Daemon:
         self.admin = f"unix:{self.directory}/kv.sock.admin"
         self._flags = ["--host-pool-bytes", host_pool, "--metrics-listen", "127.0.0.1:0"]
         self._flags += ["--peer-listen", "127.0.0.1:0", "--hand-off-peers", "any"]
-        self._flags += ["--admin-listen", f"unix:{self.directory}/kv.sock.admin", *flags]
+        self._flags += ["--admin-listen", f"unix:{self.directory}/kv.sock.admin"]
+        self.flags = flags  # of the next start, beside these
         self.process: subprocess.Popen | None = None
         self.start()
 
     def start(self) -> None:
         """Again, at the same address, after it ended."""
         self.process = subprocess.Popen(
-            [daemon_program(), "--listen", self.listen, *self._flags],
+            [daemon_program(), "--listen", self.listen, *self._flags, *self.flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

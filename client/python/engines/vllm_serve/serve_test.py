@@ -1,8 +1,9 @@
 """`vllm serve` of SmolLM2 with kvmanager's connector, as docs/engines.md says: a real engine, model and daemon.
 
-raw: the text that vLLM gives without the connector, also behind a prefix that comes from the daemon's disk after a restart of
-the engine and a kill -9 of the daemon. A lossy codec: text that vLLM without the connector finds about as likely as its own. Likelihood is the mean natural
-logarithm of a token's probability, over the answers to all prompts, behind the prompts as they are.
+raw: the text that vLLM gives without the connector, also behind a prefix that comes from the daemon: from its memory, after a
+restart of the engine and a kill -9 of the daemon, and from its disk, after a kill while the engine lives on. A lossy codec: text
+that vLLM without the connector finds about as likely as its own. Likelihood is the mean natural logarithm of a token's
+probability, over the answers to all prompts, behind the prompts as they are.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class ServeTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         folder = cls.enterClassContext(tempfile.TemporaryDirectory(prefix="smollm2"))
-        disk = ("--disk-path", os.path.join(folder, "disk"), "--disk-bytes", "2GiB")
-        cls.daemon = cls.enterClassContext(Daemon(host_pool="512MiB", flags=disk))
+        cls.disk = ("--disk-path", os.path.join(folder, "disk"), "--disk-bytes", "2GiB")
+        state = ("--state-dir", os.path.join(folder, "state"), "--state-keep-s", "30")
+        cls.daemon = cls.enterClassContext(Daemon(host_pool="512MiB", flags=cls.disk + state))
         cls.model = smollm2.convert(os.path.join(folder, "smollm2"))
         cls.plain = cls.enterClassContext(Server(cls.model)).ready()
         cls.prompts = [cls.plain.chat_tokens(question) for question in questions()]
@@ -84,6 +86,14 @@ class ServeTest(unittest.TestCase):
         self.daemon.start()
         self.assertEqual(0, published(self.daemon))
 
+    def wait_for_engine(self, server: Server) -> None:
+        """Until it has opened its cache at a daemon that was started behind it: it tries when requests come."""
+        end = time.monotonic() + _STORE_S
+        while metric(self.daemon, "kvmanager_caches") == 0 and time.monotonic() < end:
+            server.generate([1, 2, 3], 1)
+            time.sleep(0.1)
+        self.assertGreater(metric(self.daemon, "kvmanager_caches"), 0, server.kvmanager_lines())
+
     def assert_retained(self, blocks: int) -> None:
         """The daemon looks at this once a second."""
         end = time.monotonic() + _STORE_S
@@ -114,13 +124,23 @@ class ServeTest(unittest.TestCase):
             self.assertEqual(0, first.metric("vllm:kvmanager_loaded_tokens_total"))
             self.wait_for_published(before + self.prompt_blocks(), first)
         self.kill_daemon()
+        self.assertGreaterEqual(metric(self.daemon, "kvmanager_recovered_blocks_total"), self.prompt_blocks())
         with self.server("raw").ready() as second:
             self.assertEqual(found, self.answers(second))
             self.assert_hits(second)
+            self.assertEqual(0, metric(self.daemon, "kvmanager_disk_read_blocks_total"), "memory has them")
             self.assert_retained(0)
             keep = {"kvmanager_retention_priority": 80, "kvmanager_retention_ttl_s": 3600}
             second.generate(self.prompts[0], 1, keep)
             self.assert_retained(len(self.prompts[0]) // BLOCK_TOKENS)
+            # The same engine, and a daemon that has its disk alone.
+            self.daemon.flags = self.disk
+            self.kill_daemon()
+            self.wait_for_engine(second)
+            second.forget()
+            before = second.metric("vllm:kvmanager_loaded_tokens_total")
+            self.assertEqual(found, self.answers(second))
+            self.assert_hits(second, before)
         self.assertGreaterEqual(metric(self.daemon, "kvmanager_disk_read_blocks_total"), self.prompt_blocks())
 
     def likelihood(self, answers: list[tuple[str, list[int]]]) -> float:

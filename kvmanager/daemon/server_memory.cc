@@ -1,0 +1,66 @@
+#include "kvmanager/daemon/server_memory.h"
+
+#include <spdlog/spdlog.h>
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/keep/keeper.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr char kManifest[] = "manifest";
+
+std::string RegionName(size_t index) { return absl::StrCat("pool-", index); }
+
+}  // namespace
+
+absl::Status ServerMemory::Open(const Options& options) {
+  if (!options.state_dir.empty()) return OpenKept(options);
+  KV_ASSIGN_OR_RETURN(pool_,
+                      PagePool::Create({.pool_bytes = options.host_pool_bytes, .slab_bytes = options.slab_bytes}));
+  return absl::OkStatus();
+}
+
+absl::Status ServerMemory::OpenKept(const Options& options) {
+  KV_ASSIGN_OR_RETURN(LockedFolder folder, LockedFolder::Open("--state-dir", options.state_dir));
+  folder_.emplace(std::move(folder));
+  KV_ASSIGN_OR_RETURN(keeper_, MemoryKeeper::Open(options.state_dir, {"/proc/self/exe", kKeeperFlag, options.state_dir,
+                                                                      absl::StrCat(options.state_keep_s)}));
+  const PagePool::Options pool{
+      .pool_bytes = options.host_pool_bytes, .slab_bytes = options.slab_bytes, .keep = true, .kept = {}};
+  if (keeper_->left() > 0) {
+    const absl::Status taken = TakeOver(pool);
+    if (taken.ok()) return taken;
+    spdlog::warn("the memory of an earlier daemon is given up, with its blocks: {}", std::string(taken.message()));
+  }
+  return MakeAnew(pool);
+}
+
+absl::Status ServerMemory::TakeOver(PagePool::Options pool) {
+  for (int fd; (fd = keeper_->Take(RegionName(pool.kept.size()))) >= 0;) pool.kept.push_back(fd);
+  if (pool.kept.empty()) return absl::FailedPreconditionError("it is not whole");
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<PagePool> taken, PagePool::Create(pool));
+  const int fd = keeper_->Take(kManifest);
+  if (fd < 0) return absl::FailedPreconditionError("it has no manifest");
+  KV_ASSIGN_OR_RETURN(manifest_, KeptManifest::TakeOver(fd, {taken->capacity_bytes(), taken->slab_bytes()}));
+  pool_ = std::move(taken);
+  return absl::OkStatus();
+}
+
+absl::Status ServerMemory::MakeAnew(const PagePool::Options& pool) {
+  // The host may not have memory for both.
+  KV_RETURN_IF_ERROR(keeper_->Forget());
+  KV_ASSIGN_OR_RETURN(pool_, PagePool::Create(pool));
+  KV_ASSIGN_OR_RETURN(manifest_, KeptManifest::Create({pool_->capacity_bytes(), pool_->slab_bytes()}));
+  for (size_t i = 0; i < pool_->regions().size(); ++i) {
+    KV_RETURN_IF_ERROR(keeper_->Keep(RegionName(i), pool_->regions()[i]->keeper_fd()));
+  }
+  // Last: without it nothing is taken over.
+  return keeper_->Keep(kManifest, manifest_->keeper_fd());
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,36 @@
+// The daemon's host memory, which outlives it where --state-dir says so.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "kvmanager/base/locked_folder.h"
+#include "kvmanager/daemon/options.h"
+#include "kvmanager/keep/kept_manifest.h"
+#include "kvmanager/keep/memory_keeper.h"
+#include "kvmanager/memory/page_pool.h"
+
+namespace kvmanager {
+
+class ServerMemory {
+ public:
+  /// Takes over what an earlier daemon had, if it has the same size, or makes it anew. Errors: PagePool's,
+  /// LockedFolder's and MemoryKeeper's.
+  absl::Status Open(const Options& options);
+
+  PagePool* pool() const { return pool_.get(); }
+  KeptManifest* manifest() const { return manifest_.get(); }  // nullptr: nothing outlives the daemon
+
+ private:
+  absl::Status OpenKept(const Options& options);
+  absl::Status TakeOver(PagePool::Options pool);
+  absl::Status MakeAnew(const PagePool::Options& pool);
+
+  std::optional<LockedFolder> folder_;
+  std::unique_ptr<MemoryKeeper> keeper_;
+  std::unique_ptr<PagePool> pool_;
+  std::unique_ptr<KeptManifest> manifest_;
+};
+
+}  // namespace kvmanager
