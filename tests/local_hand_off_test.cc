@@ -123,6 +123,7 @@ TEST_F(LocalHandOffTest, AlsoOfMemoryThatOutlivesItsDaemon) {
     EXPECT_EQ(moved.copies, double(sent.bytes_sent));
     EXPECT_EQ(moved.sockets, 0);
     TearDown();
+    for (auto* const daemon : {&sender_, &receiver_}) daemon->reset();  // a folder is of one daemon alone
   }
   for (const char* const name : {"/sender", "/receiver"}) KillKeeperOf(folder.path() + name);
 }

@@ -197,8 +197,6 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   }
   // The last unpinning may delete the block.
   for (uint32_t layer = 0, layers = cache->layers(); layer < layers; ++layer) {
-    if (layer + 1 == layers && purged && block->published && block->holders == 0 && block->pins == 1)
-      parts_.blocks->Unname(block, GoneReason::kPurged);
     parts_.blocks->UnpinEncoded({block, layer});
   }
   --cache->leases;
@@ -207,14 +205,24 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   if (!named_.empty()) Ask();
 }
 
-void DiskWrites::NotePurge(const CacheDigest* digest) {
+// At once: a block that is published again by the same name must not be taken for what goes.
+uint64_t DiskWrites::NotePurge(const CacheDigest* digest) {
   waiting_ = nullptr;
   std::erase_if(named_, [&](const Named& named) {
     const auto cache = parts_.caches->Find(named.cache);
     return digest == nullptr || !cache.ok() || (*cache)->digest == *digest;
   });
   ShowUnwritten();
-  for (auto& [block, purged] : writing_) purged |= digest == nullptr || block->cache->digest == *digest;
+  uint64_t blocks = 0;
+  for (auto& [block, purged] : writing_) {
+    if (digest != nullptr && block->cache->digest != *digest) continue;
+    purged = true;
+    if (!block->published || block->holders > 0 || block->pins > block->cache->layers()) continue;
+    parts_.blocks->Unname(block, GoneReason::kPurged);  // its slots stay until they were written
+    ++blocks;
+  }
+  parts_.metrics->purged_blocks.Increment(static_cast<double>(blocks));
+  return blocks;
 }
 
 void DiskWrites::OnGone(const CacheDigest& digest, const BlockKey& key, DiskLoss loss) {

@@ -64,8 +64,9 @@ class DiskWrites {
   bool CanDemote() const { return parts_.disk != nullptr && HasRoom(0) && parts_.disk->CanWrite(0); }
   bool Demote(Block* block);
 
-  /// Before published blocks of a cache are dropped; nullptr: of all. Those that are being written go once they were.
-  void NotePurge(const CacheDigest* digest);
+  /// Before published blocks of a cache are dropped; nullptr: of all. Those that only their writes pin lose their names
+  /// here; returns how many.
+  uint64_t NotePurge(const CacheDigest* digest);
 
   /// Blocks that are being written, or wait for that.
   size_t unwritten() const { return named_.size() + writing_.size(); }

@@ -177,11 +177,11 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   }
   uint64_t BeforePurge(const CacheDigest* of) {
     moves_.NotePurge(of);
-    disk_writes_.NotePurge(of);
     disk_loads_.NotePurge(of);
     while (GiveBackSome()) {  // what nobody uses is to go
     }
-    return recovery_.Purge(of);
+    const uint64_t unclaimed = recovery_.Purge(of);
+    return unclaimed + disk_writes_.NotePurge(of);
   }
   void Evict(Block* block, const Cache& taker) override { blocks_.Evict(block, taker); }
   bool WritesSoon(const Tier& tier) const override { return &tier == tiers_[0].get() && disk_writes_.WritesSoon(); }

@@ -270,6 +270,9 @@ TEST_F(PageStoreRecoveryTest, PublishedAnewBeforeItIsClaimed) {
   Turns();
   EXPECT_EQ(Unclaimed(), 0);
   EXPECT_EQ(test().store_metrics.unclaimed_lost_blocks.Value(), 0);
+  const auto hit = store().Create(cache, Names(cache, text, 8));
+  EXPECT_EQ(hit->match.hit_blocks, 8);
+  store().Drop(hit->sequence);
   store().Drop(sequence);
   Finish();
   ExpectStored(cache, text, 8);
@@ -364,8 +367,16 @@ TEST_F(RecoveryWithADiskTest, WhatTheDiskHasNotIsWritten) {
   Publish(Open(), other, 8);
   ASSERT_EQ(disk_.stored.size(), 8u);
   Kill();  // before the others are written
-  const CacheId cache = Open();
+  const CacheId cache = test().Open(MakeConfig("fake", 0));
   EXPECT_EQ(Hits(cache, other, 8), 8);
+  for (int i = 0; i < 3; ++i) {
+    const auto load = BeginLoad(cache, Names(cache, other, 8));
+    EXPECT_TRUE(load->done());
+    const auto hit = store().Create(cache, Names(cache, other, 8));
+    EXPECT_EQ(hit->match.hit_blocks, 8) << i;
+    store().Drop(hit->sequence);
+    Turns();
+  }
   Finish();
   EXPECT_EQ(disk_.stored.size(), 16u);
   CheckAll();
