@@ -34,7 +34,7 @@ absl::Status ServerMemory::OpenKept(const Options& options) {
       .pool_bytes = options.host_pool_bytes, .slab_bytes = options.slab_bytes, .keep = true, .kept = {}};
   if (keeper_->left() > 0) {
     const absl::Status taken = TakeOver(pool);
-    if (taken.ok()) return taken;
+    if (taken.ok()) return absl::OkStatus();
     spdlog::warn("the memory of an earlier daemon is given up, with its blocks: {}", std::string(taken.message()));
   }
   return MakeAnew(pool);

@@ -1,6 +1,6 @@
 // The blocks of a disk in memory: found by name, and the next to go when room is short.
 //
-// On the loop's thread. About 240 bytes a block: entries are in slabs, what many blocks share (cache, payer, layers
+// On the loop's thread. About 190 bytes a block: entries are in slabs, what many blocks share (cache, payer, layers
 // with raw pages) is kept once, and the eviction policy has a node for each.
 //
 // Invariants (CheckInvariants): 1. the policy knows exactly the learned blocks that are found and not being read.

@@ -52,7 +52,7 @@ void GoneBlocks::Add(const BlockKey& key, const Note& note) {
   if (auto* const link = const_cast<uint32_t*>(LinkOf(half)); *link != kNone) Unlink(link);
   const auto label = [](absl::string_view text) {
     Label out{};
-    std::memcpy(out.data(), text.data(), std::min(text.size(), out.size()));
+    text.copy(out.data(), out.size());
     return out;
   };
   entry = {.key = half,
