@@ -27,26 +27,28 @@ def cases_of(path):
 def main():
     events, bazel_status = sys.argv[1], int(sys.argv[2])
     count = {"passed": 0, "failed": 0, "skipped": 0}
+    results = {}  # of tests that are run again when they fail, the last
     with open(events) as lines:
         for line in lines:
             event = json.loads(line)
-            if "testResult" not in event:
-                continue
-            label, result = event["id"]["testResult"]["label"], event["testResult"]
-            target_passed = result["status"] in ("PASSED", "FLAKY")
-            xml = [o["uri"] for o in result.get("testActionOutput", []) if o["name"] == "test.xml"]
-            try:
-                cases = list(cases_of(unquote(urlparse(xml[0]).path)))
-            except (IndexError, OSError, ElementTree.ParseError):
-                cases = []
-            if not cases:
-                cases = [(label, "passed" if target_passed else "failed", "")]
-            if not target_passed and not any(outcome == "failed" for _, outcome, _ in cases):
-                cases.append((label, "failed", ""))  # it crashed or timed out after its last recorded case
-            for name, outcome, text in cases:
-                count[outcome] += 1
-                if outcome != "passed":
-                    print(f"{outcome}: {label} {name} {text}".rstrip())
+            if "testResult" in event:
+                of = event["id"]["testResult"]
+                results[of["label"], of.get("run"), of.get("shard")] = event["testResult"]
+    for (label, _, _), result in results.items():
+        target_passed = result["status"] in ("PASSED", "FLAKY")
+        xml = [o["uri"] for o in result.get("testActionOutput", []) if o["name"] == "test.xml"]
+        try:
+            cases = list(cases_of(unquote(urlparse(xml[0]).path)))
+        except (IndexError, OSError, ElementTree.ParseError):
+            cases = []
+        if not cases:
+            cases = [(label, "passed" if target_passed else "failed", "")]
+        if not target_passed and not any(outcome == "failed" for _, outcome, _ in cases):
+            cases.append((label, "failed", ""))  # it crashed or timed out after its last recorded case
+        for name, outcome, text in cases:
+            count[outcome] += 1
+            if outcome != "passed":
+                print(f"{outcome}: {label} {name} {text}".rstrip())
     if bazel_status != 0 and count["failed"] == 0:
         print(f"failed: bazel ended with status {bazel_status} (a build error above?)")
         count["failed"] = 1

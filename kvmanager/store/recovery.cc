@@ -9,7 +9,7 @@
 namespace kvmanager {
 namespace {
 
-constexpr uint32_t kPagesOfTurn = 256;  // that are claimed: some 0.5 ms
+constexpr uint32_t kPagesOfTurn = 64;  // that are claimed: some 0.2 ms
 constexpr size_t kReleasedAtOnce = 64;
 constexpr uint32_t kFirstGeneration = 1;  // of a slot of a pool in which nothing was freed
 
