@@ -1,19 +1,10 @@
-// A daemon with a disk: what was published outlives kill -9, SIGTERM and the host's pool, and nothing else comes back.
-#include <fcntl.h>
-#include <signal.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <algorithm>
+// A daemon with a disk: what it writes when it drains, a working set beyond the host's pool, damage, purges.
+// outlive_test kills it.
 #include <filesystem>
 #include <fstream>
-#include <map>
-#include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
 #include "tests/harness.h"
@@ -42,30 +33,6 @@ class DiskTest : public RestartedDaemonTest {
   const std::string disk_ = directory_.path() + "/disk";
 };
 
-TEST_F(DiskTest, EveryCodecsBlocksOutliveAKill) {
-  const char* const codecs[] = {"raw", "hack:k_bits=3,v_bits=2", "hack:k_bits=4,v_bits=3", "pq"};
-  Start();
-  for (uint64_t i = 0; i < std::size(codecs); ++i) {
-    const CacheOptions options = SmallCache(codecs[i]);
-    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
-    Publish(*cache, {i + 1, Kind::kNormal, options}, 9);
-  }
-  ASSERT_TRUE(AllWritten());
-  EXPECT_EQ(Metric("kvmanager_disk_blocks"), 36);
-  Kill();
-  Start();
-  for (uint64_t i = 0; i < std::size(codecs); ++i) {
-    SCOPED_TRACE(codecs[i]);
-    const CacheOptions options = SmallCache(codecs[i]);
-    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
-    const Source source{i + 1, Kind::kNormal, options};
-    ASSERT_TRUE(Eventually([&] { return Found(*cache, source, 9) == 9; }));
-    EXPECT_EQ(Compare(*cache, source, 9), 9);
-    EXPECT_EQ(Found(*cache, {99, Kind::kNormal, options}, 9), 0);
-  }
-  EXPECT_EQ(Metric("kvmanager_disk_written_blocks_total"), 0);
-}
-
 TEST_F(DiskTest, ADaemonThatDrainsWritesWhatIsLeft) {
   const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2");
   Start();
@@ -81,36 +48,6 @@ TEST_F(DiskTest, ADaemonThatDrainsWritesWhatIsLeft) {
   for (uint64_t seed = 1; seed <= 40; ++seed) {
     const Source source{seed, Kind::kNormal, options};
     EXPECT_TRUE(Eventually([&] { return Found(*cache, source, 4) == 4; })) << seed;
-  }
-}
-
-TEST_F(DiskTest, TenThousandBlocksOutliveAKill) {
-  constexpr uint64_t kTexts = 100;
-  constexpr int kBlocks = 100;
-  const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2", 0);
-  Start(128 << 20);
-  {
-    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
-    for (uint64_t seed = 1; seed <= kTexts; ++seed) {
-      const Source source{seed, Kind::kNormal, options};
-      Publish(*cache, source, kBlocks);
-      ASSERT_EQ(Found(*cache, source, kBlocks), kBlocks);
-    }
-  }
-  ASSERT_TRUE(AllWritten());
-  Kill();
-  Start();
-  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
-  const auto found = [&] {
-    int blocks = 0;
-    for (uint64_t seed = 1; seed <= kTexts; ++seed) blocks += Found(*cache, {seed, Kind::kNormal, options}, kBlocks);
-    return blocks;
-  };
-  constexpr int kAll = kTexts * kBlocks;
-  EXPECT_TRUE(Eventually([&] { return found() >= kAll - kAll / 1000; })) << found() << " blocks";
-  for (uint64_t seed = 1; seed <= kTexts; seed += 7) {
-    const Source source{seed, Kind::kNormal, options};
-    EXPECT_EQ(Compare(*cache, source, kBlocks), Found(*cache, source, kBlocks)) << seed;
   }
 }
 
@@ -197,41 +134,6 @@ TEST_F(DiskTest, TwoDaemonsDoNotShareAFolder) {
   ASSERT_TRUE(status.disk.has_value());
   EXPECT_EQ(status.disk->path, disk_);
   EXPECT_EQ(status.disk->state, "ready");
-}
-
-// What was known to be durable is there after every kill, whenever it comes.
-TEST_F(DiskTest, KillsAtRandomLoseNothingThatWasDurable) {
-  const uint32_t seed = std::random_device()();
-  SCOPED_TRACE(seed);
-  std::mt19937 random(seed);
-  const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2", 0);
-  std::map<uint64_t, int> durable;  // blocks of each text
-  uint64_t next = 1;
-  for (int round = 0; round < 12; ++round) {
-    Start(32 << 20);
-    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
-    for (const auto& [text, blocks] : durable) {
-      const Source source{text, Kind::kNormal, options};
-      EXPECT_TRUE(Eventually([&] { return Found(*cache, source, blocks) == blocks; })) << "text " << text;
-    }
-    for (int i = 0; i < 3 && !durable.empty(); ++i) {
-      auto which = durable.begin();
-      std::advance(which, random() % durable.size());
-      EXPECT_EQ(Compare(*cache, {which->first, Kind::kNormal, options}, which->second), which->second);
-    }
-    std::map<uint64_t, int> published;
-    for (uint32_t texts = 4 + random() % 20; texts > 0; --texts) {
-      const int blocks = 1 + static_cast<int>(random() % 6);
-      Publish(*cache, {next, Kind::kNormal, options}, blocks);
-      published[next++] = blocks;
-      if (random() % 8 != 0) continue;
-      ASSERT_TRUE(AllWritten());
-      durable.merge(published);
-    }
-    cache.reset();
-    Kill();
-  }
-  EXPECT_GT(durable.size(), 10u);
 }
 
 }  // namespace
