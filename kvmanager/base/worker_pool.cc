@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/hash/hash.h"
 #include "kvmanager/base/status.h"
 
@@ -40,8 +41,11 @@ WorkerPool::Owner WorkerPool::OwnerOf(absl::string_view tenant) {
   return owner == kDaemon ? 1 : owner;
 }
 
-void WorkerPool::Post(Priority priority, Task task, Owner owner) {
-  Worker* worker = nullptr;  // to wake; those that work look at the queues before they are idle
+void WorkerPool::Post(Priority priority, Task task, Owner owner) { Post(priority, {&task, 1}, owner); }
+
+void WorkerPool::Post(Priority priority, absl::Span<Task> tasks, Owner owner) {
+  if (tasks.empty()) return;
+  absl::InlinedVector<Worker*, 16> to_wake;  // those that work look at the queues before they are idle
   {
     MutexLock lock(mutex_);
     std::unique_ptr<Share>& share = shares_[owner];
@@ -51,14 +55,15 @@ void WorkerPool::Post(Priority priority, Task task, Owner owner) {
     if (!waits && share->running == 0) share->used_ns = std::max(share->used_ns, floor_ns_);
     if (!waits) active_.push_back(share.get());
     const int queue = static_cast<int>(priority);
-    share->waiting[queue].push_back(std::move(task));
-    ++waiting_[queue];
-    if (idle_.empty()) return;
-    worker = idle_.back();
-    idle_.pop_back();
-    worker->woken = true;
+    for (Task& task : tasks) share->waiting[queue].push_back(std::move(task));
+    waiting_[queue] += tasks.size();
+    while (to_wake.size() < tasks.size() && !idle_.empty()) {
+      to_wake.push_back(idle_.back());
+      idle_.pop_back();
+      to_wake.back()->woken = true;
+    }
   }
-  worker->wake.notify_one();
+  for (Worker* worker : to_wake) worker->wake.notify_one();
 }
 
 WorkerPool::Share& WorkerPool::NextShare(Priority priority) {
@@ -82,14 +87,15 @@ void WorkerPool::Forget() {
 void WorkerPool::Work(Worker& self) {
   // Linux: of this thread alone. More than 0 is allowed to everybody.
   if (nice_ > 0) KV_CHECK(setpriority(PRIO_PROCESS, 0, nice_) == 0);
-  Share* share = nullptr;  // of the task that was run last
-  std::chrono::steady_clock::time_point begun;
+  // Of the task that was run last. Clocks are read without the lock: workers that end together wait for one another.
+  Share* share = nullptr;
+  std::chrono::nanoseconds took{0};
   for (;;) {
     Task task;
     {
       MutexLock lock(mutex_);
       if (share != nullptr) {
-        share->used_ns += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begun).count();
+        share->used_ns += took.count();
         --share->running;
         Forget();
       }
@@ -112,10 +118,11 @@ void WorkerPool::Work(Worker& self) {
         active_.erase(std::find(active_.begin(), active_.end(), share));
       }
     }
-    begun = std::chrono::steady_clock::now();
+    const auto begun = std::chrono::steady_clock::now();
     task();
+    took = std::chrono::steady_clock::now() - begun;
     // A whole turn: whoever waits for this core, such as the event loop, is not to wait for the kernel's tick, 4 ms.
-    if (std::chrono::steady_clock::now() - begun >= turn_) ::sched_yield();
+    if (took >= turn_) ::sched_yield();
   }
 }
 

@@ -21,6 +21,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "kvmanager/base/mutex.h"
 
 namespace kvmanager {
@@ -68,6 +69,8 @@ class WorkerPool {
   int threads() const { return static_cast<int>(workers_.size()); }
   Turn NewTurn() const { return Turn(turn_); }
   void Post(Priority priority, Task task, Owner owner = kDaemon);
+  /// Several at once, in their order, with one lock; they are moved from.
+  void Post(Priority priority, absl::Span<Task> tasks, Owner owner = kDaemon);
 
  private:
   struct Worker {

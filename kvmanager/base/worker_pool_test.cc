@@ -2,6 +2,7 @@
 
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <future>
@@ -27,6 +28,14 @@ TEST(WorkerPoolTest, EveryTaskRunsOnceWhoeverPosts) {
         std::mt19937 random(poster);
         for (int i = 0; i < kTasks; ++i) {
           const auto priority = random() % 2 == 0 ? WorkerPool::Priority::kAttend : WorkerPool::Priority::kEncode;
+          if (random() % 4 == 0) {  // several at once
+            std::vector<WorkerPool::Task> tasks;
+            const int count = std::min(kTasks - i, static_cast<int>(random() % 9));
+            for (int t = 0; t < count; ++t) tasks.emplace_back([&runs, at = poster * kTasks + i + t] { ++runs[at]; });
+            pool.Post(priority, absl::MakeSpan(tasks));
+            i += count - 1;
+            continue;
+          }
           pool.Post(priority, [&runs, at = poster * kTasks + i] { ++runs[at]; });
           // Workers become idle and are woken all the time.
           if (random() % 64 == 0) std::this_thread::yield();

@@ -8,9 +8,9 @@ namespace kvmanager::tcp {
 
 void CopyJob::Start(const std::shared_ptr<CopyJob>& job, WorkerPool& workers, absl::AnyInvocable<void()> copied) {
   job->copied_ = std::move(copied);
-  for (int i = 0; i < workers.threads(); ++i) {
-    workers.Post(WorkerPool::Priority::kEncode, [job] { job->Work(); });
-  }
+  std::vector<WorkerPool::Task> tasks;
+  for (int i = 0; i < workers.threads(); ++i) tasks.emplace_back([job] { job->Work(); });
+  workers.Post(WorkerPool::Priority::kEncode, absl::MakeSpan(tasks));
 }
 
 void CopyJob::Work() {
