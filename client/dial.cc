@@ -6,7 +6,6 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +20,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::client {
@@ -136,9 +136,7 @@ absl::StatusOr<Address> ParseAddress(absl::string_view text) {
 
 absl::StatusOr<GuardedFd> Dial(const Address& address, int64_t timeout_ms) {
   if (address.is_unix) {
-    sockaddr_un to{};
-    to.sun_family = AF_UNIX;
-    std::memcpy(to.sun_path, address.path.data(), address.path.size());
+    const sockaddr_un to = UnixAddress(address.path);
     return DialEndpoint(address, reinterpret_cast<const sockaddr*>(&to), sizeof(to), timeout_ms);
   }
   const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);

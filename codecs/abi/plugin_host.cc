@@ -16,12 +16,14 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "codecs/abi/codec_plugin.h"
 #include "codecs/abi/confinement.h"
 #include "codecs/abi/local_entries.h"
 #include "codecs/abi/passed_context.h"
 #include "codecs/abi/plugin_wire.h"
 #include "kvmanager/base/aligned_buffer.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/base/status.h"
 
@@ -75,22 +77,8 @@ class HostLane {
 
  private:
   bool Receive(Call* call, int* fd) const {
-    iovec part = {call, sizeof *call};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof *fd)] = {};
-    msghdr message = {};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    ssize_t n;
-    do {
-      n = ::recvmsg(socket_, &message, MSG_CMSG_CLOEXEC);
-    } while (n < 0 && errno == EINTR);
-    if (n != static_cast<ssize_t>(sizeof *call)) return false;
-    if (const cmsghdr* const header = CMSG_FIRSTHDR(&message); header != nullptr && header->cmsg_type == SCM_RIGHTS) {
-      std::memcpy(fd, CMSG_DATA(header), sizeof *fd);
-    }
-    return true;
+    const auto bytes = absl::MakeSpan(reinterpret_cast<uint8_t*>(call), sizeof *call);
+    return ReceiveWithDescriptor(socket_, bytes, fd, /*flags=*/0) == static_cast<ssize_t>(sizeof *call);
   }
 
   void Reply(const Call& call, const absl::Status& status) const {

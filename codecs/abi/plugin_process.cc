@@ -18,7 +18,9 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "codecs/abi/codec_plugin.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -61,23 +63,9 @@ bool WaitForAnswer(int socket, Time end) {
 }
 
 absl::Status SendCall(int socket, const Call& call, int fd) {
-  iovec part = {const_cast<Call*>(&call), sizeof call};
-  msghdr message = {};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)] = {};
-  if (fd >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    cmsghdr* const header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof fd);
-    std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  }
-  if (::sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof call)) {
-    return absl::OkStatus();
-  }
+  const auto bytes = absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(&call), sizeof call);
+  const ssize_t sent = SendWithDescriptor(socket, bytes, fd, MSG_DONTWAIT);
+  if (sent == static_cast<ssize_t>(sizeof call)) return absl::OkStatus();
   return absl::UnavailableError("does not take calls");
 }
 

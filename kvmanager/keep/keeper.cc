@@ -19,6 +19,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/clock.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/keep/keeper_wire.h"
 
@@ -31,9 +32,7 @@ constexpr size_t kDaemonsMax = 8;
 
 /// The socket that daemons connect to; -1: another keeper has it.
 absl::StatusOr<int> Listen(const std::string& path) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path, path.data(), path.size());
+  const sockaddr_un address = UnixAddress(path);
   const auto* const to = reinterpret_cast<const sockaddr*>(&address);
   const auto failed = [&](absl::string_view what) {
     return absl::UnavailableError(absl::StrCat(what, " ", path, ": ", std::strerror(errno)));

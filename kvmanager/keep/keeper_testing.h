@@ -9,6 +9,7 @@
 #include <cstring>
 #include <string>
 
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/keep/keeper_wire.h"
 
@@ -17,10 +18,7 @@ namespace kvmanager::testing {
 /// A connection to the keeper of a folder; -1: there is none.
 inline int ConnectToKeeper(const std::string& folder) {
   const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  const std::string path = KeeperPath(folder).value();
-  std::memcpy(address.sun_path, path.data(), path.size());
+  const sockaddr_un address = UnixAddress(KeeperPath(folder).value());
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) return fd;
   close(fd);
   return -1;

@@ -1,13 +1,14 @@
 #include "kvmanager/keep/keeper_wire.h"
 
-#include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -21,67 +22,27 @@ absl::Status Gone(absl::string_view what) {
 
 absl::Status SendKeeperPacket(int socket, const KeeperPacket& packet) {
   KV_CHECK(packet.name.size() <= kKeptNameBytesMax);
-  std::string bytes(1, static_cast<char>(packet.type));
-  bytes += packet.name;
-  iovec part{bytes.data(), bytes.size()};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  if (packet.fd >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    cmsghdr* const header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(header), &packet.fd, sizeof packet.fd);
-  }
-  ssize_t sent;
-  do {
-    sent = sendmsg(socket, &message, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
+  uint8_t bytes[1 + kKeptNameBytesMax] = {static_cast<uint8_t>(packet.type)};
+  std::copy(packet.name.begin(), packet.name.end(), bytes + 1);
+  const ssize_t sent = SendWithDescriptor(socket, {bytes, 1 + packet.name.size()}, packet.fd, /*flags=*/0);
   return sent < 0 ? Gone("sending") : absl::OkStatus();
 }
 
 absl::StatusOr<KeeperPacket> ReceiveKeeperPacket(int socket) {
-  char bytes[1 + kKeptNameBytesMax + 1];
-  iovec part{bytes, sizeof bytes};
-  alignas(cmsghdr) char control[CMSG_SPACE(4 * sizeof(int))];
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  ssize_t received;
-  do {
-    received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-  } while (received < 0 && errno == EINTR);
-  if (received < 0) return Gone("receiving");
+  uint8_t bytes[1 + kKeptNameBytesMax + 1];
   KeeperPacket packet;
-  size_t fds = 0;
-  for (cmsghdr* part_of = CMSG_FIRSTHDR(&message); part_of != nullptr; part_of = CMSG_NXTHDR(&message, part_of)) {
-    if (part_of->cmsg_level != SOL_SOCKET || part_of->cmsg_type != SCM_RIGHTS) continue;
-    for (size_t at = 0; CMSG_LEN((at + 1) * sizeof(int)) <= part_of->cmsg_len; ++at) {
-      int fd;
-      std::memcpy(&fd, CMSG_DATA(part_of) + at * sizeof fd, sizeof fd);
-      if (fds++ == 0) {
-        packet.fd = fd;
-      } else {
-        close(fd);
-      }
-    }
-  }
+  const ssize_t received = ReceiveWithDescriptor(socket, absl::MakeSpan(bytes), &packet.fd, /*flags=*/0);
+  if (received < 0) return Gone("receiving");
   const auto refuse = [&](absl::Status status) {
     if (packet.fd >= 0) close(packet.fd);
     return status;
   };
   if (received == 0) return refuse(absl::UnavailableError("keeper: the other has gone"));
-  const bool is_whole = fds <= 1 && (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == 0 &&
-                        static_cast<size_t>(received) <= 1 + kKeptNameBytesMax;
-  if (!is_whole) return refuse(absl::InvalidArgumentError("keeper: no packet, or more than one descriptor"));
+  if (packet.fd == kDescriptorLost || received == sizeof bytes) {
+    return refuse(absl::InvalidArgumentError("keeper: a packet that is too long, or whose descriptor was lost"));
+  }
   packet.type = static_cast<KeeperPacketType>(bytes[0]);
-  packet.name.assign(bytes + 1, static_cast<size_t>(received) - 1);
+  packet.name.assign(bytes + 1, bytes + received);
   return packet;
 }
 
@@ -93,12 +54,6 @@ absl::StatusOr<std::string> KeeperPath(absl::string_view folder) {
                         absl::StrCat("at most ", kPathBytesMax - sizeof kKeeperSocket, " bytes long, for its socket"));
   }
   return path;
-}
-
-bool IsOfOwnUser(int socket) {
-  ucred peer{};
-  socklen_t bytes = sizeof peer;
-  return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
 }
 
 }  // namespace kvmanager

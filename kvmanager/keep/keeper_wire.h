@@ -37,7 +37,5 @@ absl::Status SendKeeperPacket(int socket, const KeeperPacket& packet);
 absl::StatusOr<KeeperPacket> ReceiveKeeperPacket(int socket);
 /// The address of the keeper of a folder. Errors: INVALID_ARGUMENT (its path is too long for a socket).
 absl::StatusOr<std::string> KeeperPath(absl::string_view folder);
-/// Whether the process at the other end is of this process's user.
-bool IsOfOwnUser(int socket);
 
 }  // namespace kvmanager

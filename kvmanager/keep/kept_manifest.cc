@@ -86,9 +86,7 @@ absl::StatusOr<std::unique_ptr<KeptManifest>> KeptManifest::Create(const Pool& p
 }
 
 absl::StatusOr<std::unique_ptr<KeptManifest>> KeptManifest::TakeOver(int fd, const Pool& pool) {
-  // As Create has rounded it.
-  const uint64_t page = 4096, bytes = (BytesFor(pool) + page - 1) / page * page;
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<Region> region, Region::TakeOver(fd, bytes));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<Region> region, Region::TakeOver(fd, BytesFor(pool)));
   const uint64_t seed = Load<RegionHead>(region->data()).seed;
   const RegionHead head = HeadOf(pool, seed);
   if (std::memcmp(region->data(), &head, sizeof head) != 0) {

@@ -73,10 +73,11 @@ class KeptManifest {
   void Erase(uint64_t entry);
 
   int keeper_fd() const { return region_->keeper_fd(); }
-  static uint64_t BytesFor(const Pool& pool) { return std::max(kBytesMin, pool.bytes / kPoolShare / kAlign * kAlign); }
+  static uint64_t BytesFor(const Pool& pool) { return std::max(kBytesMin, pool.bytes / kPoolShare / kPage * kPage); }
 
  private:
   static constexpr uint64_t kAlign = RangeAllocator::kAlign;
+  static constexpr uint64_t kPage = 4096;     // of a region
   static constexpr uint64_t kPoolShare = 32;  // an entry takes 120 bytes, and 24 a page
   struct Head;
   struct PageEntry;

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/child_process.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -22,9 +23,7 @@ constexpr int kTryUs = 10000;
 int Connect(const std::string& path) {
   const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   if (fd < 0) return -1;
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path, path.data(), path.size());
+  const sockaddr_un address = UnixAddress(path);
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 && IsOfOwnUser(fd) &&
       setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &kPatience, sizeof kPatience) == 0 &&
       setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &kPatience, sizeof kPatience) == 0) {
@@ -39,6 +38,14 @@ int Connect(const std::string& path) {
 absl::StatusOr<std::unique_ptr<MemoryKeeper>> MemoryKeeper::Open(const std::string& folder,
                                                                  const std::vector<std::string>& program) {
   KV_ASSIGN_OR_RETURN(const std::string path, KeeperPath(folder));
+  auto keeper = Reach(path, program);
+  // One whose time was over may have gone while this daemon connected.
+  if (absl::IsUnavailable(keeper.status())) keeper = Reach(path, program);
+  return keeper;
+}
+
+absl::StatusOr<std::unique_ptr<MemoryKeeper>> MemoryKeeper::Reach(const std::string& path,
+                                                                  const std::vector<std::string>& program) {
   int socket = Connect(path);
   if (socket < 0) {
     KV_ASSIGN_OR_RETURN(ChildProcess keeper, ChildProcess::Start(program, {}, ChildProcess::Environment::kLean));

@@ -36,6 +36,9 @@ class MemoryKeeper {
   absl::Status Forget();
 
  private:
+  /// The one that listens at `path`, or a new one.
+  static absl::StatusOr<std::unique_ptr<MemoryKeeper>> Reach(const std::string& path,
+                                                             const std::vector<std::string>& program);
   explicit MemoryKeeper(int socket) : socket_(socket) {}
   absl::Status List();
   absl::Status Ask(KeeperPacketType type, absl::string_view name, int fd);

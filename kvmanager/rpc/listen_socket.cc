@@ -4,7 +4,6 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -13,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/address.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -60,9 +60,7 @@ absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_vi
   result->admin_ = options.admin;
   constexpr int kType = SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK;
   if (!parsed.unix_path.empty()) {
-    sockaddr_un name = {};
-    name.sun_family = AF_UNIX;
-    std::memcpy(name.sun_path, parsed.unix_path.data(), parsed.unix_path.size());
+    const sockaddr_un name = UnixAddress(parsed.unix_path);
     result->fd_ = socket(AF_UNIX, kType, 0);
     if (result->fd_ < 0) return cannot(std::strerror(errno));
     // bind() gives the file the mode of the socket, less the umask: there is no moment in which others may connect.

@@ -5,6 +5,7 @@
 #include <map>
 #include <thread>
 
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/memory/region.h"
 #include "transport/device_copier.h"
@@ -187,7 +188,7 @@ class DeviceConnectionTest : public testing::Test {
     region.bytes = kSlabBytes;
     if (of_gpu) region.gpu = kGpu;
     const std::string frame = EncodeRegion(region);
-    EXPECT_EQ(SendWithDescriptor(connection_.fd(), RawSocket::Span(frame), slabs_[0].fd),
+    EXPECT_EQ(SendWithDescriptor(connection_.fd(), RawSocket::Span(frame), slabs_[0].fd, MSG_DONTWAIT),
               static_cast<ssize_t>(frame.size()));
   }
   std::string ErrorField() {

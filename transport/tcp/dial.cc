@@ -4,9 +4,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/failpoints.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 #include "transport/tcp/host_port.h"
-#include "transport/tcp/local.h"
 
 namespace kvmanager::tcp {
 
@@ -70,7 +70,7 @@ void Dial::ConnectNext(const ErrorCode& last_error) {
     if (error) return self->ConnectNext(error);
     if (Fails(Failpoint::kPeerConnect)) return self->ConnectNext(asio::error::connection_refused);
     // Who listens there is going to be given descriptors of this process's memory.
-    if (self->to_.local && !IsSameUser(self->socket_.native_handle())) {
+    if (self->to_.local && !IsOfOwnUser(self->socket_.native_handle())) {
       return self->ConnectNext(asio::error::access_denied);
     }
     self->OnConnected();

@@ -9,9 +9,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/checksum.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 #include "transport/tcp/incoming.h"
-#include "transport/tcp/local.h"
 
 namespace kvmanager::tcp {
 
@@ -41,8 +41,8 @@ void IncomingDataConnection::ReadHeader() {
 void IncomingDataConnection::ReadHeaderLocally() {
   // A descriptor comes with a header's first byte, and only who asks for it while reading that byte gets it.
   int descriptor = -1;
-  const ssize_t n =
-      ReceiveWithDescriptor(socket_.native_handle(), absl::MakeSpan(head_).subspan(head_bytes_), &descriptor);
+  const ssize_t n = ReceiveWithDescriptor(socket_.native_handle(), absl::MakeSpan(head_).subspan(head_bytes_),
+                                          &descriptor, MSG_DONTWAIT);
   if (descriptor != -1) {
     if (descriptor_ >= 0) ::close(descriptor_);
     descriptor_ = descriptor;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 #include "transport/device_copier.h"
 #include "transport/tcp/dial.h"
@@ -179,7 +180,7 @@ void IoThread::Accept(SomeAcceptor& acceptor, Timer& retry) {
         } else {
           Authenticate(Socket(std::move(socket)), std::move(tls), std::move(host), std::move(peer));
         }
-      } else if (IsSameUser(socket.native_handle())) {
+      } else if (IsOfOwnUser(socket.native_handle())) {
         OnAccepted(Socket(std::move(socket)), std::move(host), std::move(peer));
       }
       return Accept(acceptor, retry);

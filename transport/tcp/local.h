@@ -1,5 +1,5 @@
 // What local data connections, those between daemons of one host, need of the kernel: which process is on the other
-// side of a Unix socket, descriptors that travel with bytes, and whether two processes are on one host. Any thread.
+// side of a Unix socket, and whether two processes are on one host. Any thread.
 #pragma once
 
 #include <sys/types.h>
@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <string>
 
-#include "absl/types/span.h"
 #include "transport/tcp/wire.h"
 
 namespace kvmanager::tcp {
@@ -22,15 +21,5 @@ std::string NewLocalName();
 /// caller's, readable once it has ended), if it is of another PID namespace or the kernel does not say.
 pid_t PeerPid(int socket);
 int OpenPeerProcess(int socket);
-
-/// Whether the process on the other side of `socket` runs as this one's user.
-bool IsSameUser(int socket);
-
-/// As send() and recv() on a non-blocking Unix socket, with a descriptor beside the first byte: -1 for none, -1 if none
-/// came, and kDescriptorLost if one came that this process has no room for. A descriptor that came is the caller's; of
-/// several at once the first is taken and the others are closed.
-inline constexpr int kDescriptorLost = -2;
-ssize_t SendWithDescriptor(int socket, absl::Span<const uint8_t> bytes, int fd);
-ssize_t ReceiveWithDescriptor(int socket, absl::Span<uint8_t> bytes, int* fd);
 
 }  // namespace kvmanager::tcp

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/checksum.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/memory/region.h"
 #include "transport/tcp/copy_hash.h"
 #include "transport/tcp/test_util.h"
@@ -117,7 +118,8 @@ class LocalTest : public testing::Test {
   }
   void WriteRegion(const RegionFrame& region, int fd) {
     const std::string frame = EncodeRegion(region);
-    EXPECT_EQ(SendWithDescriptor(connection_.fd(), RawSocket::Span(frame), fd), static_cast<ssize_t>(frame.size()));
+    EXPECT_EQ(SendWithDescriptor(connection_.fd(), RawSocket::Span(frame), fd, MSG_DONTWAIT),
+              static_cast<ssize_t>(frame.size()));
   }
   std::string ErrorField() {
     for (;;) {

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 #include "transport/remote_memory.h"
-#include "transport/tcp/local.h"
 #include "transport/tcp/outgoing.h"
 
 namespace kvmanager::tcp {
@@ -202,7 +202,7 @@ void OutgoingDataConnection::WriteRegions() {
     const auto [frame, fd] = RegionOf(index);
     const absl::Span<const uint8_t> rest(reinterpret_cast<const uint8_t*>(frame.data()) + region_written_,
                                          frame.size() - region_written_);
-    const ssize_t n = SendWithDescriptor(socket_.native_handle(), rest, region_written_ == 0 ? fd : -1);
+    const ssize_t n = SendWithDescriptor(socket_.native_handle(), rest, region_written_ == 0 ? fd : -1, MSG_DONTWAIT);
     if (n < 0 && errno != EAGAIN && errno != EINTR) {
       return Break(absl::UnavailableError(ErrorCode(errno, asio::error::get_system_category()).message()));
     }
