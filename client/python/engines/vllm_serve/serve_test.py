@@ -17,7 +17,8 @@ import unittest
 
 import smollm2
 from engine_testing import metric, published
-from kvmanager_testing import Daemon, data_path
+from kvmanager_testing import Daemon
+from questions import questions
 from server import BLOCK_TOKENS, Server
 
 # What docs/engines.md recommends for vLLM beside raw. Each costs a start of vLLM.
@@ -31,19 +32,6 @@ LOSS_MAX = math.log(1.5)
 ANSWER_TOKENS = 48
 _STORE_S = 300
 _WAIT_MS = 60000  # of the connector for the daemon: not a test of how busy the machine is
-_QUESTION = "Read the following text.\n\n{}\n\nNow tell me in a few sentences what the text says about {}."
-_SUBJECTS = ("lighthouses", "bread", "honeybees", "rivers")
-
-
-def questions() -> list[str]:
-    """A question about each passage, behind all of them; each begins with another."""
-    with open(data_path("client/python/engines/vllm_serve/passages.txt"), encoding="utf-8") as file:
-        passages = file.read().strip().split("\n\n")
-    assert len(passages) == len(_SUBJECTS), len(passages)
-    return [
-        _QUESTION.format("\n\n".join(passages[place:] + passages[:place]), subject)
-        for place, subject in enumerate(_SUBJECTS)
-    ]
 
 
 class ServeTest(unittest.TestCase):
