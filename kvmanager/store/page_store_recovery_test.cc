@@ -73,6 +73,21 @@ class PageStoreRecoveryTest : public testing::PageStoreOnDiskTest {
   }
 };
 
+// The turns that claim blocks name them, and begin to write them.
+TEST_F(PageStoreRecoveryTest, WhatIsClaimedGoesToADiskThatLacksIt) {
+  const Text text = MakeText(8 * kPage);
+  Publish(Open(), text, 8);
+  Finish();
+  has_disk_ = true;
+  Kill();
+  Open();
+  EXPECT_EQ(Unclaimed(), 0);
+  EXPECT_EQ(disk_.writes(), 8u);
+  Finish();
+  EXPECT_EQ(disk_.stored.size(), 8u);
+  CheckAll();
+}
+
 TEST_F(PageStoreRecoveryTest, WhatWasPublishedIsFoundAgain) {
   const Text text = MakeText(8 * kPage), other = MakeText(4 * kPage, 99);
   const std::vector<std::string> codecs = {"fake", "raw", "declining", "uneven", "sinks"};
