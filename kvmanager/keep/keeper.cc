@@ -30,6 +30,8 @@ constexpr int kExitFailed = 1, kExitUsage = 2;
 constexpr uint64_t kSecondsMax = 1000000;
 constexpr size_t kDaemonsMax = 8;
 
+constexpr int kTries = 10;  // of keepers that start at once, to take the socket's place
+
 /// The socket that daemons connect to; -1: another keeper has it.
 absl::StatusOr<int> Listen(const std::string& path) {
   const sockaddr_un address = UnixAddress(path);
@@ -45,14 +47,18 @@ absl::StatusOr<int> Listen(const std::string& path) {
       close(fd);
       return failed("listening at");
     }
-    const bool in_use = errno == EADDRINUSE;
-    if (in_use && connect(fd, to, sizeof address) == 0) {
-      close(fd);
-      return -1;
-    }
+    const int why = errno;
     close(fd);
-    if (!in_use || tries > 0) return failed("binding");
-    if (unlink(path.c_str()) != 0) return failed("removing");  // of a keeper that has ended
+    if (why == EADDRINUSE) {
+      const int other = ConnectToKeeper(path);
+      const bool is_there = other >= 0 || errno == EAGAIN;
+      if (other >= 0) close(other);
+      if (is_there) return -1;
+    }
+    errno = why;
+    if (why != EADDRINUSE || tries == kTries) return failed("binding");
+    // Of a keeper that has ended; or another one that starts now was faster.
+    if (unlink(path.c_str()) != 0 && errno != ENOENT) return failed("removing");
   }
 }
 

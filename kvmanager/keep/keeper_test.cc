@@ -2,6 +2,7 @@
 #include "kvmanager/keep/keeper.h"
 
 #include <fcntl.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -10,6 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -20,6 +22,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/child_process.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/keep/keeper_testing.h"
 #include "kvmanager/keep/keeper_wire.h"
@@ -29,7 +32,6 @@
 namespace kvmanager {
 namespace {
 
-using testing::ConnectToKeeper;
 using testing::KeeperOf;
 using testing::KillKeeperOf;
 
@@ -176,6 +178,27 @@ TEST_F(KeeperTest, SaysWhatIsWrong) {
             absl::StatusCode::kInvalidArgument);
 }
 
+// A daemon that starts is not to wait for ever, even where connecting would.
+TEST_F(KeeperTest, AKeeperThatIsStoppedIsAnError) {
+  Open();
+  const pid_t keeper = KeeperOf(folder_);
+  ASSERT_GT(keeper, 0);
+  ASSERT_EQ(kill(keeper, SIGSTOP), 0);
+  std::vector<int> waiting;
+  const sockaddr_un address = UnixAddress(KeeperPath(folder_).value());
+  for (bool more = true; more;) {
+    waiting.push_back(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    more = connect(waiting.back(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
+  }
+  EXPECT_EQ(errno, EAGAIN);
+  const auto stopped = MemoryKeeper::Open(folder_, {program_, kKeeperFlag, folder_, "30"});
+  EXPECT_EQ(stopped.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(stopped.status().message()), ::testing::HasSubstr("--state-dir " + folder_));
+  for (const int fd : waiting) close(fd);
+  ASSERT_EQ(kill(keeper, SIGCONT), 0);
+  EXPECT_NE(Open(), nullptr);
+}
+
 TEST_F(KeeperTest, WhatNoDaemonSaysIsRefusedAndTheKeeperLives) {
   {
     auto keeper = Open();
@@ -191,7 +214,7 @@ TEST_F(KeeperTest, WhatNoDaemonSaysIsRefusedAndTheKeeperLives) {
     const auto packet = ReceiveKeeperPacket(fd);
     return packet.ok() ? packet->type : KeeperPacketType::kDone;
   };
-  const int fd = ConnectToKeeper(folder_);
+  const int fd = ConnectToKeeper(KeeperPath(folder_).value());
   ASSERT_GE(fd, 0);
   EXPECT_EQ(answer(fd, "?"), KeeperPacketType::kRefused);
   EXPECT_EQ(answer(fd, std::string(5000, 'K')), KeeperPacketType::kRefused);

@@ -1,5 +1,7 @@
 #include "kvmanager/keep/keeper_wire.h"
 
+#include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -14,11 +16,32 @@
 namespace kvmanager {
 namespace {
 
+constexpr timeval kPatience{.tv_sec = 5, .tv_usec = 0};
+
 absl::Status Gone(absl::string_view what) {
-  return absl::UnavailableError(absl::StrCat("keeper: ", what, ": ", std::strerror(errno)));
+  const bool silent = errno == EAGAIN || errno == EWOULDBLOCK;
+  return absl::UnavailableError(
+      absl::StrCat("keeper: ", what, ": ",
+                   silent ? absl::StrCat("no answer within ", kPatience.tv_sec, " s") : std::strerror(errno)));
 }
 
 }  // namespace
+
+int ConnectToKeeper(const std::string& path) {
+  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  if (fd < 0) return -1;
+  const sockaddr_un address = UnixAddress(path);
+  // Also connecting may wait: for a keeper that is stopped.
+  const bool waits = setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &kPatience, sizeof kPatience) == 0 &&
+                     setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &kPatience, sizeof kPatience) == 0;
+  if (waits && connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 && IsOfOwnUser(fd)) {
+    return fd;
+  }
+  const int why = errno;
+  close(fd);
+  errno = why;
+  return -1;
+}
 
 absl::Status SendKeeperPacket(int socket, const KeeperPacket& packet) {
   KV_CHECK(packet.name.size() <= kKeptNameBytesMax);

@@ -30,6 +30,9 @@ constexpr size_t kKeptNameBytesMax = 64;
 constexpr size_t kKeptMax = 128;  // descriptors
 constexpr char kKeeperSocket[] = "keeper";
 
+/// Connects to the keeper that listens at `path`, if its process is of this user; what the socket waits for it waits 5
+/// s for. -1: there is none; errno EAGAIN: there is, and it takes no connection.
+int ConnectToKeeper(const std::string& path);
 /// Sends one packet; `packet.fd` stays the caller's. Errors: UNAVAILABLE.
 absl::Status SendKeeperPacket(int socket, const KeeperPacket& packet);
 /// Waits for one packet. Errors: UNAVAILABLE (the other has gone, or the socket's timeout is over); INVALID_ARGUMENT

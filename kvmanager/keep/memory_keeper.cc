@@ -15,23 +15,8 @@
 namespace kvmanager {
 namespace {
 
-constexpr timeval kPatience{.tv_sec = 5, .tv_usec = 0};
 constexpr int kTries = 500;  // to reach a keeper that was just started
 constexpr int kTryUs = 10000;
-
-/// -1: nobody is there.
-int Connect(const std::string& path) {
-  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  if (fd < 0) return -1;
-  const sockaddr_un address = UnixAddress(path);
-  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 && IsOfOwnUser(fd) &&
-      setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &kPatience, sizeof kPatience) == 0 &&
-      setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &kPatience, sizeof kPatience) == 0) {
-    return fd;
-  }
-  close(fd);
-  return -1;
-}
 
 }  // namespace
 
@@ -41,21 +26,26 @@ absl::StatusOr<std::unique_ptr<MemoryKeeper>> MemoryKeeper::Open(const std::stri
   auto keeper = Reach(path, program);
   // One whose time was over may have gone while this daemon connected.
   if (absl::IsUnavailable(keeper.status())) keeper = Reach(path, program);
-  return keeper;
+  if (keeper.ok() || !absl::IsUnavailable(keeper.status())) return keeper;
+  return absl::UnavailableError(absl::StrCat("--state-dir ", folder, ": ", keeper.status().message(),
+                                             "; end the process that holds the memory there (kvmanagerd --keeper ",
+                                             folder, "), whose blocks are lost then, or take another folder"));
 }
 
 absl::StatusOr<std::unique_ptr<MemoryKeeper>> MemoryKeeper::Reach(const std::string& path,
                                                                   const std::vector<std::string>& program) {
-  int socket = Connect(path);
-  if (socket < 0) {
+  int socket = ConnectToKeeper(path);
+  bool silent = socket < 0 && errno == EAGAIN;
+  if (socket < 0 && !silent) {
     KV_ASSIGN_OR_RETURN(ChildProcess keeper, ChildProcess::Start(program, {}, ChildProcess::Environment::kLean));
-    for (int i = 0; i < kTries && socket < 0; ++i) {
+    for (int i = 0; i < kTries && socket < 0 && !silent; ++i) {
       usleep(kTryUs);
-      socket = Connect(path);
+      socket = ConnectToKeeper(path);
+      silent = socket < 0 && errno == EAGAIN;
     }
-    if (socket < 0) return absl::UnavailableError(absl::StrCat("the keeper of memory does not answer at ", path));
-    keeper.Leave();
+    if (socket >= 0) keeper.Leave();
   }
+  if (socket < 0) return absl::UnavailableError(absl::StrCat("keeper: it takes no connection at ", path));
   std::unique_ptr<MemoryKeeper> keeper(new MemoryKeeper(socket));
   KV_RETURN_IF_ERROR(keeper->List());
   return keeper;
