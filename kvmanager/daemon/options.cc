@@ -1,5 +1,7 @@
 #include "kvmanager/daemon/options.h"
 
+#include <sys/stat.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
@@ -18,6 +20,8 @@
 
 namespace kvmanager {
 namespace {
+
+constexpr off_t kConfigBytesMax = 1 << 20;
 
 constexpr char kAbout[] =
     "kvmanagerd owns the memory in which LLM inference engines on this host keep attention keys and values.\n"
@@ -258,6 +262,15 @@ absl::Status Check(const Texts& texts, Options* options) {
   return InvalidField("--log-level", options->log_level, "debug, info, warn, error or off");
 }
 
+// Empty: it can be read; CLI11 says itself that there is none.
+std::string CheckConfigFile(const std::string& path) {
+  struct stat info;
+  if (stat(path.c_str(), &info) != 0) return "";
+  if (!S_ISREG(info.st_mode)) return absl::StrCat(path, " is no regular file");
+  if (info.st_size <= kConfigBytesMax) return "";
+  return absl::StrCat(path, " has ", info.st_size, " bytes, must be at most ", kConfigBytesMax);
+}
+
 }  // namespace
 
 std::string AdminAddress(const Options& options) {
@@ -280,6 +293,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv, 
   app.set_version_flag("--version", std::string(kVersion), "Print the version and exit");
   CLI::Option* const config =
       app.set_config("--config", "", "Read flags from FILE; the command line wins")->type_name("FILE");
+  config->check(CheckConfigFile);
   app.allow_config_extras(CLI::config_extras_mode::error);
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::Throw);
   app.add_option("--listen", options.listen,
@@ -466,6 +480,13 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv, 
                         "a flag that kvmanagerd --help names, without its dashes");
   } catch (const CLI::Error& error) {
     return absl::InvalidArgumentError(error.what());
+  }
+  // What a script's variable, which is not set, would leave out without a word.
+  for (const char* const flag : {"--tenants", "--tls-cert", "--tls-key", "--tls-ca", "--peer-key", "--admin-listen",
+                                 "--disk-path", "--state-dir", "--calibration-dir"}) {
+    const CLI::Option& option = *app.get_option(flag);
+    if (option.count() > 0 && option.results().front().empty())
+      return InvalidField(flag, "empty", "given, or left out");
   }
   KV_RETURN_IF_ERROR(Check(texts, &options));
   result.run = true;

@@ -472,6 +472,24 @@ TEST(OptionsTest, UnknownFlagsAndFileKeysAreErrors) {
   EXPECT_EQ(DetailOf(line.status()).field, "thread in " + typo) << line.status();
 }
 
+TEST(OptionsTest, AFileOfFlagsIsARegularOneAndSmall) {
+  EXPECT_FALSE(Parse({"--config", "/dev/zero"}).ok());
+  EXPECT_FALSE(Parse({"--config", ::testing::TempDir()}).ok());
+  const std::string large = WriteFile("large.conf", "threads = 2\n" + std::string(1 << 20, '\n'));
+  const auto refused = Parse(With({"--config", large}));
+  ASSERT_FALSE(refused.ok());
+  EXPECT_NE(refused.status().message().find("must be at most 1048576"), absl::string_view::npos) << refused.status();
+}
+
+TEST(OptionsTest, FlagsOfFilesHaveAValue) {
+  for (const char* const flag : {"--tenants", "--tls-cert", "--tls-key", "--tls-ca", "--peer-key", "--admin-listen",
+                                 "--disk-path", "--state-dir", "--calibration-dir"}) {
+    const auto refused = Parse(With({flag, ""}));
+    ASSERT_FALSE(refused.ok()) << flag;
+    EXPECT_EQ(DetailOf(refused.status()).field, flag);
+  }
+}
+
 TEST(OptionsTest, HelpAndVersionDoNotRun) {
   auto help = Parse({"--help"});
   ASSERT_TRUE(help.ok());
