@@ -9,6 +9,7 @@ namespace kvmanager::tcp {
 void CopyJob::Start(const std::shared_ptr<CopyJob>& job, WorkerPool& workers, absl::AnyInvocable<void()> copied) {
   job->copied_ = std::move(copied);
   std::vector<WorkerPool::Task> tasks;
+  tasks.reserve(workers.threads());
   for (int i = 0; i < workers.threads(); ++i) tasks.emplace_back([job] { job->Work(); });
   workers.Post(WorkerPool::Priority::kEncode, absl::MakeSpan(tasks));
 }
