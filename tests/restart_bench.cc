@@ -1,5 +1,5 @@
 // How soon a daemon whose memory outlived the one before serves: blocks are published, the daemon is killed, and
-// another is started on the same memory.
+// another is started on the same memory. Then how long it takes to match a prefix among so many blocks.
 //
 //   bazel run --config=opt //tests:restart_bench -- [--blocks=N]
 //
@@ -75,6 +75,39 @@ double Metric(const DaemonProcess& daemon, const std::string& name) {
   return page.ok() ? page->Sum(name) : -1;
 }
 
+struct Times {
+  double p50_us, p99_us;
+};
+/// Of a call that is made `kCalls` times.
+template <typename Call>
+absl::StatusOr<Times> TimesOf(Call call) {
+  constexpr uint32_t kCalls = 10000;
+  std::vector<double> seconds;
+  for (uint32_t i = 0; i < kCalls; ++i) {
+    const double begin = Seconds();
+    KV_RETURN_IF_ERROR(call(i));
+    seconds.push_back(Seconds() - begin);
+  }
+  std::sort(seconds.begin(), seconds.end());
+  return Times{seconds[kCalls / 2] * 1e6, seconds[kCalls / 100 * 99] * 1e6};
+}
+
+/// A prefix of each text in turn is looked for, beside calls that do nothing.
+absl::Status Match(Client& client, client::Cache& cache, uint32_t texts) {
+  std::vector<std::vector<BlockName>> names;
+  for (uint32_t text = 0; text < texts; ++text) names.push_back(NamesOf(cache, text, kPrefix));
+  const auto match_one = [&](uint32_t i) -> absl::Status {
+    const absl::Span<const BlockName> prefix = names[i * 7919 % texts];
+    KV_ASSIGN_OR_RETURN(const auto found, cache.Match({&prefix, 1}));
+    return found[0].hit_blocks == kPrefix ? absl::OkStatus() : absl::InternalError("a prefix was not found");
+  };
+  KV_ASSIGN_OR_RETURN(const Times match, TimesOf(match_one));
+  KV_ASSIGN_OR_RETURN(const Times ping, TimesOf([&](uint32_t) { return client.Ping(); }));
+  std::printf("match of %d blocks: p50 %.0f us, p99 %.0f us; a call that does nothing: p50 %.0f us, p99 %.0f us\n",
+              kPrefix, match.p50_us, match.p99_us, ping.p50_us, ping.p99_us);
+  return absl::OkStatus();
+}
+
 absl::Status Run(uint64_t blocks) {
   const TempDir folder;
   const std::string state = folder.path() + "/state";
@@ -116,6 +149,7 @@ absl::Status Run(uint64_t blocks) {
               Metric(*daemon, "kvmanager_recovered_blocks_total"));
   std::printf("  ready %.3f, cache open %.3f, %d blocks of a prefix hit and verified %.3f, all claimed %.3f\n",
               ready - begin, opened - begin, hits, hit - begin, claimed - begin);
+  KV_RETURN_IF_ERROR(Match(*client, *cache, static_cast<uint32_t>(blocks / kBlocksOfText)));
   KV_ASSIGN_OR_RETURN(const MetricsPage page, Scrape(*daemon));
   std::printf("turns of the event loop over 5 ms: %.0f\n", page.Sum("kvmanager_loop_long_turns_total"));
   for (const auto& [series, count] : page.families.at("kvmanager_loop_long_turns_total").samples) {
@@ -133,8 +167,8 @@ int RunBench(int argc, char** argv) {
   uint64_t blocks = 1000000;
   for (int i = 1; i < argc; ++i) {
     absl::string_view flag = argv[i];
-    if (absl::ConsumePrefix(&flag, "--blocks=") && absl::SimpleAtoi(flag, &blocks) && blocks >= 256) continue;
-    std::fprintf(stderr, "usage: restart_bench [--blocks=N], N at least 256\n");
+    if (absl::ConsumePrefix(&flag, "--blocks=") && absl::SimpleAtoi(flag, &blocks) && blocks >= kBlocksOfText) continue;
+    std::fprintf(stderr, "usage: restart_bench [--blocks=N], N at least %d\n", kBlocksOfText);
     return 2;
   }
   const absl::Status status = Run(blocks);
