@@ -421,7 +421,9 @@ TEST_F(BadRequestTest, AnotherConnectionsNamesAreUnknown) {
   EXPECT_EQ(Tokens(sequence_), 100u);
 }
 
-TEST_F(BadRequestTest, ArenasOfAllConnectionsTogetherAreBounded) {
+// All connections here are one user's, who has at most three quarters.
+TEST_F(BadRequestTest, ArenasOfAUsersConnectionsTogetherAreBounded) {
+  constexpr uint64_t kMost = (1 << 20) / 4 * 3;
   DaemonOptions options;
   options.more_flags = {"--arena-bytes", "1MiB"};
   ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(options));
@@ -432,14 +434,14 @@ TEST_F(BadRequestTest, ArenasOfAllConnectionsTogetherAreBounded) {
     return request.send().wait(raw_->wait());
   };
   constexpr int kExhausted = 8;
-  EXPECT_TRUE(Refuses(create(*one, 2 << 20).getStatus(), kExhausted, "all connections"));
+  EXPECT_TRUE(Refuses(create(*one, kMost + 4096).getStatus(), kExhausted, "this user"));
   {
-    auto arena = create(*one, (1 << 20) - 4096);
+    auto arena = create(*one, kMost - 4096);
     ASSERT_EQ(arena.getStatus().getCode(), 0);
-    EXPECT_TRUE(Refuses(create(*two, 8192).getStatus(), kExhausted, "all connections"));
+    EXPECT_TRUE(Refuses(create(*two, 8192).getStatus(), kExhausted, "this user"));
     EXPECT_EQ(create(*two, 4096).getStatus().getCode(), 0);
   }
-  EXPECT_TRUE(Eventually([&] { return create(*two, 1 << 20).getStatus().getCode() == 0; })) << "given back";
+  EXPECT_TRUE(Eventually([&] { return create(*two, kMost).getStatus().getCode() == 0; })) << "given back";
   one.reset();
   two.reset();
 }

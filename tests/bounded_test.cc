@@ -273,6 +273,27 @@ TEST_F(BoundedTest, OneProcessDoesNotTakeAllConnections) {
   for (const int fd : sockets) close(fd);
 }
 
+TEST_F(BoundedTest, WhoNeverFinishesItsCallsIsCutOff) {
+  Start();
+  const int socket = ConnectSocket(daemon_->listen());
+  ASSERT_GE(socket, 0);
+  // Bootstraps: each is answered, and its answer kept until it is finished. Nobody reads what comes.
+  bool open = true;
+  for (uint32_t i = 0; open && i < 4 * limits::kUnfinishedCallsMax; ++i) {
+    capnp::MallocMessageBuilder message;
+    message.initRoot<capnp::rpc::Message>().initBootstrap().setQuestionId(i);
+    const kj::Array<capnp::word> words = capnp::messageToFlatArray(message);
+    const auto bytes = words.asBytes();
+    open = WriteAll(socket, std::string(reinterpret_cast<const char*>(bytes.begin()), bytes.size()));
+  }
+  EXPECT_TRUE(Eventually([&] {
+    const auto page = Scrape(*daemon_);
+    return page.ok() && page->Sum("kvmanager_connections_ended_total", {"reason=\"unread\""}) >= 1;
+  }));
+  close(socket);
+  Decode();
+}
+
 TEST_F(BoundedTest, ConnectionsThatSayNothingMakeRoom) {
   Start({"--listen=tcp:127.0.0.1:0"});
   const std::string tcp = daemon_->listen().substr(daemon_->listen().find("tcp:"));

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -15,6 +16,7 @@
 #include "client/client.h"
 #include "gtest/gtest.h"
 #include "kvmanager/keep/keeper_testing.h"
+#include "kvmanager/rpc/limits.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 #include "tests/model.h"
@@ -386,12 +388,13 @@ TEST_F(LoopTest, WithManyCaches) {
   Client::Options with_time;
   with_time.deadline_ms = 120000;
   ASSERT_OK_AND_ASSIGN(auto opener, Client::Connect(daemon_->listen(), with_time));
-  std::vector<std::unique_ptr<Cache>> caches;
+  std::deque<std::unique_ptr<Cache>> caches;  // as many as a connection may hold
   for (int i = 0; i < 6000; ++i) {
-    CacheOptions options = Options("many");
+    CacheOptions options = Options(absl::StrCat("many", i % 2));  // a tenant has at most half of the daemon's
     options.revision = absl::StrCat(i);
     ASSERT_OK_AND_ASSIGN(auto cache, opener->OpenCache(options));
     caches.push_back(std::move(cache));
+    if (caches.size() == limits::kCachesHeldMax) caches.pop_front();
   }
   ASSERT_OK_AND_ASSIGN(const auto status, client_->Status());
   EXPECT_GE(status.caches, 4095u);

@@ -9,6 +9,7 @@
 #include "kvmanager/gpu/device_stream.h"
 #include "kvmanager/handoff/incoming_hand_offs.h"
 #include "kvmanager/handoff/limits.h"
+#include "kvmanager/rpc/arena_bytes.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/message_room.h"
 #include "kvmanager/rpc/principals.h"
@@ -25,8 +26,8 @@
 namespace kvmanager {
 namespace {
 
-constexpr char kDaemon[] = "daemon", kTenant[] = "tenant", kProcess[] = "process", kConnection[] = "connection",
-               kCall[] = "call", kPeer[] = "peer";
+constexpr char kDaemon[] = "daemon", kTenant[] = "tenant", kUser[] = "user", kHost[] = "host", kProcess[] = "process",
+               kConnection[] = "connection", kCall[] = "call", kPeer[] = "peer";
 constexpr char kBytes[] = "bytes", kMs[] = "ms", kS[] = "s";
 
 struct Row {
@@ -82,7 +83,7 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "clients in the handshake of TLS; the oldest makes room"},
       {"sequences", kDaemon, "sequences", StoreUse::kSequencesMax, nullptr, &Use::sequences, "open sequences"},
       {"lease_pages", kDaemon, "pages", kLeasePagesMax, nullptr, &Use::lease_pages,
-       "pages that calls under way read, each time that one names it"},
+       "pages that calls under way read, each time that one names it, 40 bytes each"},
       {"caches", kDaemon, "caches", CacheDirectory::kCachesMax, nullptr, &Use::caches, "open caches"},
       {"waiting_hand_offs", kDaemon, "sequences", limits::kTicketsMax, nullptr, &Use::waiting_hand_offs,
        "received sequences that nobody has claimed"},
@@ -114,6 +115,16 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "open sequences of a payer"},
       {"tenant_shared_blocks", kTenant, "blocks", StoreUse::kTenantSharedBlocksMax, nullptr, &Use::tenant_shared_blocks,
        "blocks with which a payer's sequences began: prefixes and forks, 8 bytes each"},
+      {"tenant_lease_pages", kTenant, "pages", kTenantLeasePagesMax, nullptr, &Use::tenant_lease_pages,
+       "pages that a payer's calls under way read"},
+      {"tenant_caches", kTenant, "caches", CacheDirectory::kTenantCachesMax, nullptr, &Use::tenant_caches,
+       "open caches of a payer"},
+      {"user_connections", kUser, "connections", limits::kConnectionsOfUserMax, nullptr, &Use::user_connections,
+       "connections of a user's processes, over Unix sockets"},
+      {"user_arena_bytes", kUser, kBytes, ArenaBytes::OfUserMax(o.arena_bytes), "--arena-bytes", &Use::user_arena_bytes,
+       "memory shared with a user's engines: three quarters of arena_bytes"},
+      {"host_connections", kHost, "connections", limits::kConnectionsOfHostMax, nullptr, &Use::host_connections,
+       "connections of a host, over TCP"},
       {"process_connections", kProcess, "connections", limits::kConnectionsOfProcessMax, nullptr,
        &Use::process_connections, "connections of a process, over Unix sockets"},
       // A connection's.
@@ -136,6 +147,10 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "calls that wait for memory for their replies"},
       {"connection_unsent_bytes", kConnection, kBytes, limits::kUnsentBytesMax, nullptr, nullptr,
        "other replies that it does not take; then it is cut off"},
+      {"connection_calls", kConnection, "calls", limits::kUnfinishedCallsMax, nullptr, nullptr,
+       "calls that it has not finished, answered ones too; then it is cut off"},
+      {"connection_caches", kConnection, "caches", limits::kCachesHeldMax, nullptr, &Use::connection_caches,
+       "capabilities of caches that it holds, and calls to open one"},
       {"connection_sequences", kConnection, "sequences", limits::kSequencesMax, nullptr, &Use::connection_sequences,
        "sequences that it holds"},
       {"connection_arenas", kConnection, "arenas", limits::kArenasMax, nullptr, &Use::connection_arenas,

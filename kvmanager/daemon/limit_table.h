@@ -24,10 +24,12 @@ struct LimitUse {
   uint64_t sequences = 0, lease_pages = 0, caches = 0;
   uint64_t waiting_hand_offs = 0, waiting_blob_bytes = 0;
   uint64_t listed_tenants = 0;
-  uint64_t tenant_pool_bytes = 0, tenant_sequences = 0, tenant_shared_blocks = 0;
+  uint64_t tenant_pool_bytes = 0, tenant_sequences = 0, tenant_shared_blocks = 0, tenant_lease_pages = 0,
+           tenant_caches = 0;
+  uint64_t user_connections = 0, host_connections = 0, user_arena_bytes = 0;
   uint64_t process_connections = 0;
   uint64_t connection_sequences = 0, connection_request_bytes = 0, connection_reply_bytes = 0;
-  uint64_t connection_arenas = 0, connection_arena_bytes = 0;
+  uint64_t connection_caches = 0, connection_arenas = 0, connection_arena_bytes = 0;
 };
 
 /// The table, for these options. use: nullptr: without. Any thread.

@@ -24,12 +24,17 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   use.connections = connections.engines;
   use.tcp_connections = connections.tcp;
   use.process_connections = connections.of_process;
+  use.user_connections = connections.of_user;
+  use.host_connections = connections.of_host;
+  use.user_arena_bytes = holders.arenas->most_of_user();
   use.admin_connections = connections.admin;
   use.tls_handshakes = connections.handshakes;
   const StoreUse store = holders.store->report().Use();
   use.sequences = store.sequences;
   use.tenant_sequences = store.tenant_sequences;
   use.tenant_shared_blocks = store.tenant_shared_blocks;
+  use.tenant_lease_pages = store.tenant_lease_pages;
+  use.tenant_caches = store.tenant_caches;
   use.lease_pages = store.lease_pages;
   use.caches = store.caches;
   for (const PoolShare& share : holders.store->report().Shares()) {
@@ -40,6 +45,7 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   use.listed_tenants = holders.principals->tenants();
   const SessionUse session = holders.sessions->Most();
   use.connection_sequences = session.sequences;
+  use.connection_caches = session.caches;
   use.connection_arenas = session.arenas;
   use.connection_arena_bytes = session.arena_bytes;
   return use;

@@ -25,9 +25,9 @@ namespace {
 
 class CacheService final : public api::Cache::Server {
  public:
-  CacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId id,
+  CacheService(std::shared_ptr<Session> session, const CacheParts& parts, std::shared_ptr<const void> place, CacheId id,
                std::shared_ptr<const DeviceCodec> device_codec)
-      : session_(std::move(session)), parts_(parts) {
+      : session_(std::move(session)), parts_(parts), place_(std::move(place)) {
     Bind(id, std::move(device_codec));
   }
 
@@ -471,14 +471,17 @@ class CacheService final : public api::Cache::Server {
 
   const std::shared_ptr<Session> session_;
   const CacheParts& parts_;
+  const std::shared_ptr<const void> place_;  // ReserveCache
   std::shared_ptr<const BoundCache> bound_;
 };
 
 }  // namespace
 
-api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId cache,
+api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, const CacheParts& parts,
+                                    std::shared_ptr<const void> place, CacheId cache,
                                     std::shared_ptr<const DeviceCodec> device_codec) {
-  return parts.sequence.disposals->Make<CacheService>(std::move(session), parts, cache, std::move(device_codec));
+  return parts.sequence.disposals->Make<CacheService>(std::move(session), parts, std::move(place), cache,
+                                                      std::move(device_codec));
 }
 
 }  // namespace kvmanager

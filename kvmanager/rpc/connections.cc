@@ -1,6 +1,7 @@
 #include "kvmanager/rpc/connections.h"
 
 #include <capnp/rpc-twoparty.h>
+#include <capnp/rpc.capnp.h>
 #include <capnp/serialize-async.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -18,6 +19,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/api/socket_stream.h"
 #include "kvmanager/base/failpoints.h"
@@ -43,9 +45,9 @@ using Segments = kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>;
 // the loop looks at sockets, and at what workers have done, only once nothing is ready.
 class WatchedStream final : public capnp::MessageStream {
  public:
-  WatchedStream(SocketStream& inner, MessageQueue* queue, TakingTurns* turns, absl::AnyInvocable<void()> on_message,
-                SessionMessages& messages, absl::AnyInvocable<void(Segments)> on_sent,
-                absl::AnyInvocable<void(const kj::Exception&)> on_error)
+  WatchedStream(SocketStream& inner, MessageQueue* queue, TakingTurns* turns,
+                absl::AnyInvocable<void(capnp::MessageReader*)> on_message, SessionMessages& messages,
+                absl::AnyInvocable<void(Segments)> on_sent, absl::AnyInvocable<void(const kj::Exception&)> on_error)
       : inner_(inner),
         queue_(queue),
         turns_(turns),
@@ -94,7 +96,11 @@ class WatchedStream final : public capnp::MessageStream {
     return inner_.tryReadMessage(fd_space, options, scratch)
         .then(
             [this](Message&& message) -> kj::Promise<Message> {
-              on_message_();
+              KJ_IF_MAYBE (came, message) {
+                on_message_(came->reader.get());
+              } else {
+                on_message_(nullptr);
+              }
               if (message != nullptr) return kj::mv(message);
               // Thousands of connections may end at once, and what each leaves is taken apart when this is known.
               return turns_->Next().then([]() -> Message { return nullptr; });
@@ -110,7 +116,7 @@ class WatchedStream final : public capnp::MessageStream {
   TakingTurns* const turns_;
   uint64_t waits_ = 0;  // of inner_, when it was last looked at
   int in_a_row_ = 0;    // messages read since
-  absl::AnyInvocable<void()> on_message_;
+  absl::AnyInvocable<void(capnp::MessageReader*)> on_message_;
   SessionMessages& messages_;
   absl::AnyInvocable<void(Segments)> on_sent_;
   absl::AnyInvocable<void(const kj::Exception&)> on_error_;
@@ -133,6 +139,23 @@ ucred PeerOf(int socket) {
   if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0) return {0, uid_t(-1), gid_t(-1)};
   credentials.pid = std::max(credentials.pid, 0);
   return credentials;
+}
+
+// Whose a connection is: the user's over a Unix socket, the host's over TCP.
+uint64_t OriginOf(int socket, const ucred& peer, bool unix_socket) {
+  if (unix_socket) return peer.uid;
+  sockaddr_storage address{};
+  socklen_t bytes = sizeof address;
+  const bool known = getpeername(socket, reinterpret_cast<sockaddr*>(&address), &bytes) == 0;
+  absl::string_view host;
+  if (known && address.ss_family == AF_INET) {
+    const in_addr& at = reinterpret_cast<const sockaddr_in&>(address).sin_addr;
+    host = {reinterpret_cast<const char*>(&at), sizeof at};
+  } else if (known && address.ss_family == AF_INET6) {
+    // One host may have a whole /64.
+    host = {reinterpret_cast<const char*>(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr), 8};
+  }
+  return absl::HashOf(host) | uint64_t{1} << 63;  // no user's
 }
 
 // A descriptor of this number or above is left to administrators.
@@ -163,10 +186,11 @@ capnp::ReaderOptions Limits() {
 
 class Connections::Connection {
  public:
-  Connection(const Parts& parts, uint64_t id, kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const Proof& proof,
-             const ucred& peer)
+  Connection(const Parts& parts, uint64_t id, uint64_t origin, kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls,
+             const Proof& proof, const ucred& peer)
       : parts_(parts),
         id_(id),
+        origin_(origin),
         admin_(proof.admin),
         fd_(kj::mv(fd)),
         write_fd_(fcntl(fd_.get(), F_DUPFD_CLOEXEC, 0)),
@@ -177,8 +201,8 @@ class Connections::Connection {
         stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->messages().requests(), tls_.get(),
                 kWriteTurnBytes),
         watched_(
-            stream_, &parts.loop->queue(), parts.daemon->cache.sequence.long_calls, [this] { OnMessage(); },
-            session_->messages(),
+            stream_, &parts.loop->queue(), parts.daemon->cache.sequence.long_calls,
+            [this](capnp::MessageReader* message) { OnMessage(message); }, session_->messages(),
             [this](Segments segments) {
               session_->messages().replies().NoteSent(segments, network_.getCurrentQueueSize());
             },
@@ -219,6 +243,7 @@ class Connections::Connection {
   void set_reason(EndReason reason) { reason_ = reason; }
   uint32_t pid() const { return session_->pid(); }
   bool unix_socket() const { return session_->proof().unix_socket; }
+  uint64_t origin() const { return origin_; }
   /// Whether it may make room for another.
   bool says_nothing() const { return !session_->greeted() && !ending_soon_; }
   void EndNow(EndReason reason) {
@@ -229,8 +254,10 @@ class Connections::Connection {
   bool admin() const { return admin_; }
 
  private:
-  void OnMessage() {
+  /// message: nullptr: there are no more.
+  void OnMessage(capnp::MessageReader* message) {
     parts_.loop->NoteActivity();
+    if (message != nullptr) CountCall(*message);
     const uint64_t unsent = network_.getCurrentQueueSize();
     MessageShare& replies = session_->messages().replies();
     replies.NoteUnsent(unsent);
@@ -251,6 +278,18 @@ class Connections::Connection {
     if (ending_soon_) kj::throwFatalException(KJ_EXCEPTION(DISCONNECTED, "this connection ends"));
   }
 
+  // What is no message of Cap'n Proto's RPC ends the connection where it is read.
+  void CountCall(capnp::MessageReader& message) {
+    auto which = capnp::rpc::Message::UNIMPLEMENTED;
+    (void)kj::runCatchingExceptions([&] { which = message.getRoot<capnp::rpc::Message>().which(); });
+    const bool begins = which == capnp::rpc::Message::CALL || which == capnp::rpc::Message::BOOTSTRAP;
+    if (begins && ++unfinished_ > limits::kUnfinishedCallsMax) {
+      End(EndReason::kUnread,
+          absl::StrCat("more than ", limits::kUnfinishedCallsMax, " calls that it has not finished"));
+    }
+    if (which == capnp::rpc::Message::FINISH && unfinished_ > 0) --unfinished_;
+  }
+
   void OnMalformed(const kj::Exception& exception) {
     parts_.session->calls->NoteMalformed();
     End(EndReason::kFraming, absl::StrCat("malformed message: ", exception.getDescription().cStr()));
@@ -269,12 +308,13 @@ class Connections::Connection {
   }
 
   const Parts& parts_;
-  const uint64_t id_;
+  const uint64_t id_, origin_;
   const bool admin_;
   kj::AutoCloseFd fd_, write_fd_;
   const std::unique_ptr<TlsLink> tls_;  // nullptr: plain
   kj::PromiseFulfillerPair<void> ending_;
   EndReason reason_ = EndReason::kClosed;
+  size_t unfinished_ = 0;  // calls whose answers are kept here
   bool ending_soon_ = false;
   bool looks_soon_ = false;  // whether something is to be sent
   const std::shared_ptr<const bool> alive_ = std::make_shared<const bool>(true);
@@ -339,7 +379,7 @@ kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
   }
 }
 
-const char* Connections::WhyRefused(int fd, const ListenSocket& socket, const ucred& peer) {
+const char* Connections::WhyRefused(int fd, const ListenSocket& socket, const ucred& peer, uint64_t origin) {
   if (socket.admin()) {
     if (peer.uid != 0 && peer.uid != geteuid()) return "only the daemon's user and root administer";
     return admin_connections_ < limits::kAdminConnectionsMax ? nullptr : "as many administer as may";
@@ -348,15 +388,20 @@ const char* Connections::WhyRefused(int fd, const ListenSocket& socket, const uc
   const auto of_process = of_process_.find(pid);
   const size_t same = of_process == of_process_.end() ? 0 : of_process->second;
   if (pid != 0 && same >= limits::kConnectionsOfProcessMax) return "its process has as many as one may have";
+  const auto of_origin = of_origin_.find(origin);
+  const size_t theirs = of_origin == of_origin_.end() ? 0 : of_origin->second;
+  const bool origin_full =
+      theirs >= (socket.unix_socket() ? limits::kConnectionsOfUserMax : limits::kConnectionsOfHostMax);
   const bool tcp_full = !socket.unix_socket() && same >= limits::kTcpConnectionsMax;
   const bool full = connections_.size() - admin_connections_ >= limits::kConnectionsMax || fd >= FdsForOthers();
-  if (!tcp_full && !full) return nullptr;
+  if (!origin_full && !tcp_full && !full) return nullptr;
   for (const auto& [id, connection] : connections_) {
     if (connection->admin() || !connection->says_nothing() || (tcp_full && connection->unix_socket())) continue;
+    if (origin_full && connection->origin() != origin) continue;
     connection->EndNow(EndReason::kNoHello);
     return nullptr;
   }
-  return "as many are open as may be";
+  return origin_full ? "its user, or its host, has as many as one may have" : "as many are open as may be";
 }
 
 void Connections::Accept(int fd, const ListenSocket& socket) {
@@ -373,13 +418,17 @@ void Connections::Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const Li
   const bool admin = socket.admin(), unix_socket = socket.unix_socket();
   const ucred peer = unix_socket ? PeerOf(fd.get()) : ucred{0, uid_t(-1), gid_t(-1)};
   const uint32_t pid = static_cast<uint32_t>(peer.pid);
-  if (const char* const why = WhyRefused(fd.get(), socket, peer); why != nullptr) {
+  const uint64_t origin = OriginOf(fd.get(), peer, unix_socket);
+  if (const char* const why = WhyRefused(fd.get(), socket, peer, origin); why != nullptr) {
     parts_.metrics->refused.Increment();
     spdlog::debug("a connection of process {} is refused: {}", pid, why);
     tls.reset();  // before its descriptor
     return;
   }
-  if (!admin) ++of_process_[pid];
+  if (!admin) {
+    ++of_process_[pid];
+    ++of_origin_[origin];
+  }
   Proof proof;
   if (unix_socket) proof.uid = peer.uid;
   if (tls != nullptr && !tls->peer_name().empty()) proof.certificate = tls->peer_name();
@@ -387,7 +436,7 @@ void Connections::Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const Li
   proof.unix_socket = unix_socket;
   (unix_socket ? parts_.metrics->accepted_unix : parts_.metrics->accepted_tcp).Increment();
   const uint64_t id = next_id_++;
-  auto connection = std::make_unique<Connection>(parts_, id, kj::mv(fd), std::move(tls), proof, peer);
+  auto connection = std::make_unique<Connection>(parts_, id, origin, kj::mv(fd), std::move(tls), proof, peer);
   tasks_->add(connection->WhenOver().then([this, id] { End(id); }, [this, id](kj::Exception&&) { End(id); }));
   connections_.emplace(id, std::move(connection));
   if (admin) ++admin_connections_;
@@ -417,8 +466,9 @@ void Connections::Remove(uint64_t id) {
   connections_.erase(found);
   if (connection->admin()) {
     --admin_connections_;
-  } else if (const auto of_process = of_process_.find(connection->pid()); --of_process->second == 0) {
-    of_process_.erase(of_process);
+  } else {
+    if (const auto of = of_process_.find(connection->pid()); --of->second == 0) of_process_.erase(of);
+    if (const auto of = of_origin_.find(connection->origin()); --of->second == 0) of_origin_.erase(of);
   }
   parts_.metrics->open.Set(double(connections_.size() - admin_connections_));
 }
@@ -429,6 +479,10 @@ Connections::Use Connections::use() const {
           .handshakes = handshakes_.size()};
   for (const auto& [pid, connections] : of_process_) {
     size_t& of = pid == 0 ? use.tcp : use.of_process;
+    of = std::max(of, connections);
+  }
+  for (const auto& [origin, connections] : of_origin_) {
+    size_t& of = origin > UINT32_MAX ? use.of_host : use.of_user;
     of = std::max(of, connections);
   }
   return use;

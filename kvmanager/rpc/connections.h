@@ -6,10 +6,10 @@
 //  2. its bytes are no Cap'n Proto message, or one of more than limits::kMessageBytesMax;
 //  3. on a Unix socket, the process that connected dies, even if a child of it still holds the socket;
 //  4. on TCP, the peer is silent for limits::kTcpDeadS although it owes acknowledgements or keepalive answers;
-//  5. it does not take the replies that it asked for (limits::kUnsentBytesMax), or keeps others waiting for memory
-//     (message_room.h);
-//  6. it has not said hello within limits::kHelloMs. Where there are as many connections as there may be, the oldest
-//     that has not makes room for the next;
+//  5. it does not take the replies that it asked for (limits::kUnsentBytesMax), keeps others waiting for memory
+//     (message_room.h), or never finishes its calls (limits::kUnfinishedCallsMax);
+//  6. it has not said hello within limits::kHelloMs. Where there are as many connections as there may be, of all or of
+//     its user or host, the oldest that has not makes room for the next;
 //  7. the handshake of TLS fails, where TCP is to speak it (tls_handshakes.h). Until then it is no connection here.
 // Nothing else happens to other connections.
 //
@@ -54,7 +54,8 @@ class Connections final : private kj::TaskSet::ErrorHandler {
 
   /// How many there are.
   struct Use {
-    size_t engines = 0, tcp = 0, of_process = 0, admin = 0, handshakes = 0;  // of_process: of the one that has most
+    size_t engines = 0, tcp = 0, admin = 0, handshakes = 0;
+    size_t of_process = 0, of_user = 0, of_host = 0;  // of the one that has most
   };
   Use use() const;
 
@@ -66,7 +67,7 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   void Accept(int fd, const ListenSocket& socket);
   void Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const ListenSocket& socket);
   /// Why a connection of `peer` that was accepted is not served; nullptr: it is.
-  const char* WhyRefused(int fd, const ListenSocket& socket, const ucred& peer);
+  const char* WhyRefused(int fd, const ListenSocket& socket, const ucred& peer, uint64_t origin);
   /// A connection is over: it is removed soon.
   void End(uint64_t id);
   kj::Promise<void> RemoveEnded();
@@ -79,6 +80,7 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   absl::btree_map<uint64_t, std::unique_ptr<Connection>> connections_;  // the oldest first
   std::deque<uint64_t> ended_;                                          // of them
   absl::flat_hash_map<uint32_t, size_t> of_process_;  // how many of engines; 0: TCP, or of an unknown process
+  absl::flat_hash_map<uint64_t, size_t> of_origin_;   // likewise, of a user or a host
   TlsHandshakes handshakes_;
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<kj::TaskSet> tasks_;

@@ -106,6 +106,7 @@ class DaemonService final : public api::Daemon::Server {
       KV_RETURN_IF_ERROR(CheckGreeted());
       KV_ASSIGN_OR_RETURN(CacheConfig config, ReadCacheConfig(context.getParams().getConfig()));
       KV_ASSIGN_OR_RETURN(config.tenant, parts_.principals->TenantOf(session_->proof(), config.tenant));
+      KV_ASSIGN_OR_RETURN(std::shared_ptr<const void> place, ReserveCache(session_));
       context.releaseParams();
       Gpu* gpu = nullptr;
       if (config.device != CacheConfig::kHost) {
@@ -117,13 +118,15 @@ class DaemonService final : public api::Daemon::Server {
                  MakingWorkers(parts_.codec_workers, config.codec, parts_.background), parts_.queue,
                  WorkerPool::OwnerOf(PayerName(config.tenant)),
                  [registry = parts_.registry, config, gpu] { return MakeCodecs(*registry, config, gpu); })
-          .then([context, session = session_, parts = &parts_.cache, config](absl::StatusOr<Codecs> codecs) mutable {
+          .then([context, session = session_, parts = &parts_.cache, config,
+                 place = std::move(place)](absl::StatusOr<Codecs> codecs) mutable {
             // Workers may be done with many at once.
             return parts->sequence.long_calls->Next().then([context, session = std::move(session), parts,
-                                                            config = std::move(config),
+                                                            config = std::move(config), place = std::move(place),
                                                             codecs = std::move(codecs)]() mutable {
               const LoopTurn turn(session->calls().turns(), MethodName(Method::kOpenCache));
-              const absl::Status status = OpenCache(session, *parts, config, std::move(codecs), context);
+              const absl::Status status =
+                  OpenCache(session, *parts, std::move(place), config, std::move(codecs), context);
               if (status.ok()) return;
               ServeError(*session, Method::kOpenCache, status, context);
             });
@@ -238,14 +241,15 @@ class DaemonService final : public api::Daemon::Server {
     return codecs;
   }
   static absl::Status OpenCache(const std::shared_ptr<Session>& session, const CacheParts& parts,
-                                const CacheConfig& config, absl::StatusOr<Codecs> codecs, OpenCacheContext& context) {
+                                std::shared_ptr<const void> place, const CacheConfig& config,
+                                absl::StatusOr<Codecs> codecs, OpenCacheContext& context) {
     KV_RETURN_IF_ERROR(codecs.status());
     PageStore& store = *parts.store;
     KV_ASSIGN_OR_RETURN(const CacheId cache, store.caches().Open(config, std::move(codecs->codec)));
     KV_ASSIGN_OR_RETURN(const CacheInfo info, store.caches().Describe(cache));
     auto results = context.getResults();
     WriteCacheInfo(info, results.initInfo());
-    results.setCache(MakeCacheService(session, parts, cache, std::move(codecs->device)));
+    results.setCache(MakeCacheService(session, parts, std::move(place), cache, std::move(codecs->device)));
     return absl::OkStatus();
   }
 

@@ -11,6 +11,9 @@ namespace kvmanager::limits {
 constexpr size_t kConnectionsMax = 4096;           // of engines
 constexpr size_t kConnectionsOfProcessMax = 1024;  // of one process on a Unix socket
 constexpr size_t kTcpConnectionsMax = 2048;
+// Of one user, over Unix sockets, and of one host, over TCP: others find room.
+constexpr size_t kConnectionsOfUserMax = kConnectionsMax / 2;
+constexpr size_t kConnectionsOfHostMax = kTcpConnectionsMax / 2;
 constexpr size_t kAdminConnectionsMax = 64;             // on the admin socket: others cannot take these
 constexpr uint64_t kMessageBytesMax = 32 << 20;         // of a message from a client; a larger one ends its connection
 constexpr uint64_t kCallsInFlightBytesMax = 128 << 20;  // of a connection's unanswered calls; then it is not read from
@@ -18,6 +21,8 @@ constexpr uint64_t kReplyBytesMax = (32 << 20) - (64 << 10);  // of inline outpu
 constexpr uint64_t kReplyMemoryBytesMax = 128 << 20;          // of a connection's calls with inline output; others wait
 constexpr size_t kRepliesWaitingMax = 4096;                   // calls of a connection that wait for that memory
 constexpr uint64_t kUnsentBytesMax = 64 << 20;          // of other replies that a client does not take; it is cut off
+constexpr size_t kUnfinishedCallsMax = 32768;           // of a connection, answered ones too: each keeps its answer
+constexpr size_t kCachesHeldMax = 2048;                 // capabilities of caches, of a connection: up to 12 KB each
 constexpr uint64_t kHelloBytesMax = 64 << 10;           // of a message before hello was answered
 constexpr int64_t kHelloMs = 10000;                     // a connection that has not said hello by then is ended
 constexpr size_t kTlsHandshakesMax = 512;               // under way; the oldest makes room for the next

@@ -43,9 +43,10 @@ ConnectionMetrics::ConnectionMetrics(Metrics* m)
     : open(m->Gauge("connections", "Open connections of clients, without those on the admin socket")),
       accepted_unix(m->Counter("connections_total", kAcceptedHelp, {{"socket", "unix"}})),
       accepted_tcp(m->Counter("connections_total", kAcceptedHelp, {{"socket", "tcp"}})),
-      refused(m->Counter("connections_refused_total",
-                         "Connections closed at once: too many are open, or too many of one process, or their user may "
-                         "not administer")) {
+      refused(
+          m->Counter("connections_refused_total",
+                     "Connections closed at once: too many are open, of all or of one process, user or host, or their "
+                     "user may not administer")) {
   for (int i = 0; i < kEndReasons; ++i) {
     ended_by_reason[i] = &m->Counter("connections_ended_total", "Connections ended, by reason",
                                      {{"reason", EndReasonName(static_cast<EndReason>(i))}});

@@ -118,8 +118,9 @@ api::Arena::Client MakeDeviceArenaService(std::shared_ptr<Session> session, std:
 /// Listings and switches for operators.
 api::Admin::Client MakeAdminService(std::shared_ptr<Session> session, const AdminParts& parts);
 
-/// A cache that was opened for this session. device_codec: of a cache on a GPU.
-api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId cache,
+/// A cache that was opened for this session. place: ReserveCache's. device_codec: of a cache on a GPU.
+api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, const CacheParts& parts,
+                                    std::shared_ptr<const void> place, CacheId cache,
                                     std::shared_ptr<const DeviceCodec> device_codec);
 
 /// What a cache's projections are of. Errors: INVALID_ARGUMENT naming the field.

@@ -49,7 +49,7 @@ absl::Status Session::ReserveArena(uint64_t bytes) {
     return FieldError(absl::StatusCode::kResourceExhausted, "arena bytes of this connection",
                       absl::StrCat(use_->arena_bytes + bytes), absl::StrCat("at most ", limits::kArenaBytesTotalMax));
   }
-  KV_RETURN_IF_ERROR(parts_.arenas->Reserve(bytes));
+  KV_RETURN_IF_ERROR(parts_.arenas->Reserve(User(), bytes));
   ++use_->arenas;
   use_->arena_bytes += bytes;
   return absl::OkStatus();
@@ -58,7 +58,17 @@ absl::Status Session::ReserveArena(uint64_t bytes) {
 void Session::UnreserveArena(uint64_t bytes) {
   --use_->arenas;
   use_->arena_bytes -= bytes;
-  parts_.arenas->GiveBack(bytes);
+  parts_.arenas->GiveBack(User(), bytes);
+}
+
+absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<Session>& session) {
+  uint64_t& caches = session->use_->caches;
+  if (caches >= limits::kCachesHeldMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "caches that this connection holds", absl::StrCat(caches),
+                      absl::StrCat("below ", limits::kCachesHeldMax, " to open another; drop some, and finish calls"));
+  }
+  ++caches;
+  return std::shared_ptr<const void>(session.get(), [session](const void*) { --session->use_->caches; });
 }
 
 uint32_t Session::AddArena(std::shared_ptr<Region> region) {

@@ -134,6 +134,11 @@ class Session {
   }
 
  private:
+  friend absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<Session>& session);
+
+  /// Who pays for arenas; over TCP nobody shares memory with this host.
+  uint32_t User() const { return proof_.uid.value_or(UINT32_MAX); }
+
   const Parts& parts_;
   const uint32_t pid_;
   absl::AnyInvocable<void(EndReason, const std::string&)> cut_off_;  // nullptr once the connection is gone
@@ -150,6 +155,9 @@ class Session {
   size_t bound_max_ = 16;  // of bound_; then those that are gone make room
   uint32_t next_arena_ = 1;
 };
+
+/// A place for one capability of a cache of this session: kept by it, or by what makes it. Errors: RESOURCE_EXHAUSTED.
+absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<Session>& session);
 
 /// Space that a connection fills with one arena: given back when the arena's memory goes.
 class ArenaMemory {

@@ -16,11 +16,11 @@ using testing::kPage;
 using testing::MakeConfig;
 using testing::MakeText;
 
-constexpr uint64_t kArenaBytesOfAll = 3 * limits::kArenaBytesMax / 2;
+constexpr uint64_t kArenaBytesOfAll = 2 * limits::kArenaBytesMax;
 
 class SessionTest : public testing::PageStoreTest {
  protected:
-  std::unique_ptr<Session> MakeSession() {
+  std::unique_ptr<Session> MakeSession(uid_t user = 1000) {
     parts_.store = &store();
     parts_.drain = &drain_;
     parts_.held = &held_;
@@ -28,7 +28,7 @@ class SessionTest : public testing::PageStoreTest {
     parts_.calls = &calls_;
     parts_.requests = parts_.replies = &messages_;
     parts_.uses = &uses_;
-    return std::make_unique<Session>(parts_, Proof{.unix_socket = true}, /*pid=*/7,
+    return std::make_unique<Session>(parts_, Proof{.uid = user, .unix_socket = true}, /*pid=*/7,
                                      [this](EndReason reason, const std::string&) { cut_off_.push_back(reason); });
   }
 
@@ -108,21 +108,41 @@ TEST_F(SessionTest, AcceptsNoNewSequenceWhileTheDaemonDrains) {
 }
 
 TEST_F(SessionTest, ArenasHaveBoundsOfTheirOwnOfAConnectionAndOfTheDaemon) {
-  const auto session = MakeSession(), other = MakeSession();
+  const auto session = MakeSession(), other = MakeSession(), of_another_user = MakeSession(1001);
   for (const uint64_t bad :
        {uint64_t{0}, limits::kArenaBytesStep + 1, limits::kArenaBytesMax + limits::kArenaBytesStep}) {
     EXPECT_TRUE(absl::IsInvalidArgument(session->ReserveArena(bad))) << bad;
   }
   ASSERT_TRUE(session->ReserveArena(limits::kArenaBytesMax).ok());
-  const absl::Status full = other->ReserveArena(limits::kArenaBytesMax);
+  const absl::Status most = other->ReserveArena(limits::kArenaBytesMax);
+  EXPECT_TRUE(absl::IsResourceExhausted(most));
+  EXPECT_EQ(DetailOf(most).field, "arena bytes of this user");
+  ASSERT_TRUE(of_another_user->ReserveArena(limits::kArenaBytesMax).ok());
+  const absl::Status full = of_another_user->ReserveArena(limits::kArenaBytesStep);
   EXPECT_TRUE(absl::IsResourceExhausted(full));
   EXPECT_EQ(DetailOf(full).field, "arena bytes of all connections");
+  EXPECT_EQ(arenas_.most_of_user(), limits::kArenaBytesMax);
+  of_another_user->UnreserveArena(limits::kArenaBytesMax);
   session->UnreserveArena(limits::kArenaBytesMax);
   ASSERT_TRUE(other->ReserveArena(limits::kArenaBytesMax).ok());
   other->UnreserveArena(limits::kArenaBytesMax);
   for (size_t i = 0; i < limits::kArenasMax; ++i) ASSERT_TRUE(session->ReserveArena(limits::kArenaBytesStep).ok()) << i;
   EXPECT_EQ(DetailOf(session->ReserveArena(limits::kArenaBytesStep)).field, "arenas of this connection");
   ASSERT_TRUE(other->ReserveArena(limits::kArenaBytesStep).ok());
+}
+
+TEST_F(SessionTest, CapabilitiesOfCachesAreBounded) {
+  const std::shared_ptr<Session> session = MakeSession();
+  std::vector<std::shared_ptr<const void>> held;
+  for (size_t i = 0; i < limits::kCachesHeldMax; ++i) held.push_back(ReserveCache(session).value());
+  EXPECT_EQ(uses_.Most().caches, limits::kCachesHeldMax);
+  const absl::Status refused = ReserveCache(session).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(refused));
+  EXPECT_EQ(DetailOf(refused).field, "caches that this connection holds");
+  held.pop_back();
+  EXPECT_TRUE(ReserveCache(session).ok());
+  held.clear();
+  EXPECT_EQ(uses_.Most().caches, 0u);
 }
 
 TEST_F(SessionTest, TheMostOfAnyConnectionIsKnown) {

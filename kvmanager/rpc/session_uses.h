@@ -15,6 +15,7 @@ struct SessionUse {
   uint64_t sequences = 0;    // limits::kSequencesMax
   uint64_t arenas = 0;       // limits::kArenasMax, on GPUs too
   uint64_t arena_bytes = 0;  // limits::kArenaBytesTotalMax
+  uint64_t caches = 0;       // limits::kCachesHeldMax
 };
 
 class SessionUses {
@@ -45,6 +46,7 @@ class SessionUses {
       most.sequences = std::max(most.sequences, entry->use_.sequences);
       most.arenas = std::max(most.arenas, entry->use_.arenas);
       most.arena_bytes = std::max(most.arena_bytes, entry->use_.arena_bytes);
+      most.caches = std::max(most.caches, entry->use_.caches);
     }
     return most;
   }

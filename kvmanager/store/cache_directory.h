@@ -49,7 +49,8 @@ struct CacheUse {
 class CacheDirectory {
  public:
   static constexpr size_t kCachesMax = 4096;
-  static constexpr size_t kNamesMax = kSequenceBlocksMax;  // of one call
+  static constexpr size_t kTenantCachesMax = kCachesMax / 2;  // of one payer, so that another finds room
+  static constexpr size_t kNamesMax = kSequenceBlocksMax;     // of one call
   static constexpr uint64_t kRetentionMsMax = uint64_t{10} * 365 * 24 * 3600 * 1000;
   virtual ~CacheDirectory() = default;
 

@@ -99,9 +99,10 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
                       absl::StrCat("at most the slab's ", pool.slab_bytes()));
   }
   KV_ASSIGN_OR_RETURN(cache->raw, parts_.registry->Create("raw", config.layout));
-  if (caches_.size() >= kCachesMax && !CloseLeastRecentlyOpened()) {
-    return FieldError(absl::StatusCode::kResourceExhausted, "open caches", absl::StrCat(caches_.size()),
-                      absl::StrCat("below ", kCachesMax, " in use to open another; end sequences or purge blocks"));
+  const Tenants::Tenant tenant = parts_.tenants->Hold(config.tenant);
+  if (absl::Status place = MakePlace(tenant.payer); !place.ok()) {
+    parts_.tenants->Drop(config.tenant);
+    return place;
   }
   cache->opened = ++opens_;
   cache->id = next_cache_++;
@@ -112,12 +113,12 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   }
   KV_CHECK(cache->encoded_slots.bytes.size() <= kSlotClassesMax);
   cache->gauges = &parts_.metrics->PagesOf(info.name, cache->tier->name());
-  const Tenants::Tenant tenant = parts_.tenants->Hold(config.tenant);
   cache->tenant = tenant.id;
   cache->payer = tenant.payer;
   cache->tenant_label = TenantLabel(config.tenant);
   cache->owner = WorkerPool::OwnerOf(PayerName(config.tenant));
   caches_.emplace(cache->id, cache);
+  ++of_payer_[cache->payer];
   by_opened_.emplace(cache->opened, cache.get());
   by_digest_.emplace(std::pair(cache->digest, config.device), cache->id);
   parts_.metrics->caches.Increment();
@@ -130,13 +131,31 @@ void CacheTable::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
   if (caches_.erase(cache->id) == 0) return;
   by_digest_.erase({cache->digest, cache->config.device});
   by_opened_.erase(cache->opened);
+  if (const auto of_payer = of_payer_.find(cache->payer); --of_payer->second == 0) of_payer_.erase(of_payer);
   parts_.metrics->caches.Decrement();
   parts_.tenants->Drop(cache->config.tenant);
 }
 
-bool CacheTable::CloseLeastRecentlyOpened() {
-  const auto oldest =
-      std::find_if(by_opened_.begin(), by_opened_.end(), [](const auto& each) { return each.second->unused(); });
+absl::Status CacheTable::MakePlace(PayerId payer) {
+  const auto refuse = [](const char* field, size_t used, size_t most) {
+    return FieldError(absl::StatusCode::kResourceExhausted, field, absl::StrCat(used),
+                      absl::StrCat("below ", most, " in use to open another; end sequences or purge blocks"));
+  };
+  const auto of_payer = of_payer_.find(payer);
+  const size_t own = of_payer == of_payer_.end() ? 0 : of_payer->second;
+  if (own >= kTenantCachesMax && !CloseLeastRecentlyOpened(&payer)) {
+    return refuse("open caches of this tenant", own, kTenantCachesMax);
+  }
+  if (caches_.size() >= kCachesMax && !CloseLeastRecentlyOpened(nullptr)) {
+    return refuse("open caches", caches_.size(), kCachesMax);
+  }
+  return absl::OkStatus();
+}
+
+bool CacheTable::CloseLeastRecentlyOpened(const PayerId* payer) {
+  const auto oldest = std::find_if(by_opened_.begin(), by_opened_.end(), [payer](const auto& each) {
+    return each.second->unused() && (payer == nullptr || each.second->payer == *payer);
+  });
   if (oldest == by_opened_.end()) return false;
   CloseIfUnused(std::shared_ptr<Cache>(caches_.at(oldest->second->id)));
   return true;

@@ -83,7 +83,10 @@ class CacheTable final : public CacheDirectory {
   void CheckInvariants() const;
 
  private:
-  bool CloseLeastRecentlyOpened();  // of the unused ones; false: there is none
+  /// Room for one more cache of a payer. Errors: RESOURCE_EXHAUSTED.
+  absl::Status MakePlace(PayerId payer);
+  /// Of the unused ones, and of a payer where one is given; false: there is none.
+  bool CloseLeastRecentlyOpened(const PayerId* payer);
   static CacheInfo InfoOf(const Cache& cache);
   uint64_t PurgeOne(Cache& cache);
   /// The cache, if it is in host memory and so many blocks from `first` on can be one transfer.
@@ -94,6 +97,7 @@ class CacheTable final : public CacheDirectory {
   uint64_t opens_ = 0;
   std::map<CacheId, std::shared_ptr<Cache>> caches_;
   absl::flat_hash_map<std::pair<CacheDigest, int>, CacheId> by_digest_;  // and device
+  absl::flat_hash_map<PayerId, size_t> of_payer_;                        // how many; none is 0
   absl::btree_map<uint64_t, Cache*> by_opened_;                          // the least recently opened first
 };
 

@@ -15,7 +15,8 @@
 namespace kvmanager {
 
 constexpr size_t kStepEntriesMax = 4096;      // of one append or attend
-constexpr uint64_t kLeasePagesMax = 1 << 24;  // under all leases, each time that one names it
+constexpr uint64_t kLeasePagesMax = 1 << 24;  // under all leases, each time that one names it: 40 bytes
+constexpr uint64_t kTenantLeasePagesMax = kLeasePagesMax / 2;  // of one payer's, so that another finds room
 
 struct AppendEntry {
   SequenceId sequence = 0;

@@ -104,7 +104,7 @@ absl::Status StoreAppends::Check(const Cache& cache, LayerRange layers, absl::Sp
     parts_.indexes->CountSlots(*sequence, layers, entry.position, entry.tokens, end, wanted);
     sequences->push_back(sequence);
   }
-  return cache.tier->memory().follows_tables() ? absl::OkStatus() : parts_.reads->CheckPages(pages);
+  return cache.tier->memory().follows_tables() ? absl::OkStatus() : parts_.reads->pages().Check(cache.payer, pages);
 }
 
 AppendWork StoreAppends::Measure(CacheId id, LayerRange layers, absl::Span<const AppendEntry> entries) const {

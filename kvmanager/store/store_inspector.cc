@@ -119,7 +119,12 @@ StoreUse StoreInspector::Use() const {
   StoreUse use;
   parts_.sequences->WriteUse(&use);
   use.caches = parts_.caches->all().size();
-  use.lease_pages = parts_.reads->lease_pages();
+  use.lease_pages = parts_.reads->pages().all();
+  use.tenant_lease_pages = parts_.reads->pages().most();
+  absl::flat_hash_map<PayerId, uint64_t> caches;
+  for (const auto& [id, cache] : parts_.caches->all()) {
+    use.tenant_caches = std::max(use.tenant_caches, ++caches[cache->payer]);
+  }
   use.unwritten_blocks = parts_.disk_writes->unwritten();
   return use;
 }

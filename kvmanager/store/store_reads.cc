@@ -40,7 +40,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
 
   /// Counts pages that it is about to pin.
   void CountPages(uint64_t pages) {
-    reads_->CountPages(pages);
+    reads_->pages().Add(cache_->payer, pages);
     counted_ += pages;
   }
 
@@ -115,7 +115,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   absl::Status Finish() {
     KV_RETURN_IF_ERROR(status_);
     if (buffers_.pins.empty()) {
-      KV_RETURN_IF_ERROR(reads_->CheckPages(pending_pages_.size()));
+      KV_RETURN_IF_ERROR(reads_->pages().Check(cache_->payer, pending_pages_.size()));
       CountPages(pending_pages_.size());
       for (const PageRef& ref : pending_pages_) PinPage(ref);
     }
@@ -256,12 +256,6 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   absl::Status status_;
 };
 
-absl::Status StoreReads::CheckPages(uint64_t pages) const {
-  if (pages <= kLeasePagesMax - pages_) return absl::OkStatus();
-  return FieldError(absl::StatusCode::kResourceExhausted, "pages under attend leases",
-                    absl::StrCat(pages_, " and ", pages, " more"), absl::StrCat("at most ", kLeasePagesMax));
-}
-
 absl::Status StoreReads::CheckEntry(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
                                     size_t i, Sequence** sequence) const {
   const AttendEntry& entry = entries[i];
@@ -331,7 +325,7 @@ absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Attend(CacheId id, Laye
   const bool tables = cache->tier->memory().follows_tables();
   if (!tables) {
     if (layers.count != 1) return InvalidField("layers", layers.count, "1: the pages that are read are listed");
-    KV_RETURN_IF_ERROR(CheckPages(pages));
+    KV_RETURN_IF_ERROR(pages_.Check(cache->payer, pages));
   }
   KV_RETURN_IF_ERROR(GiveSlots(*cache, layers, entries, sequences));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
@@ -375,7 +369,7 @@ class ListingImpl final : public Listing {
     sequences.reserve(entries_.size());
     uint64_t pages = 0;
     KV_RETURN_IF_ERROR(reads_->Check(*cache_, layer_, entries_, &sequences, &pages));
-    KV_RETURN_IF_ERROR(reads_->CheckPages(pages));
+    KV_RETURN_IF_ERROR(reads_->pages().Check(cache_->payer, pages));
     KV_RETURN_IF_ERROR(reads_->GiveSlots(*cache_, layer_, entries_, sequences));
     lease_ = std::make_unique<AttendLeaseImpl>(reads_, cache_);
     lease_->CountPages(pages);
@@ -432,7 +426,7 @@ absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Load(CacheId id, int la
   for (const AttendEntry& entry : entries) {
     pages += (entry.position + entry.tokens - 1) / page_tokens - entry.position / page_tokens + 1;
   }
-  KV_RETURN_IF_ERROR(CheckPages(pages));
+  KV_RETURN_IF_ERROR(pages_.Check(cache->payer, pages));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
   lease->CountPages(pages);
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -480,7 +474,7 @@ void StoreReads::Unpin(Done& done) {
     pins.pop_back();
   }
   if (!pins.empty()) return;
-  pages_ -= done.counted;
+  pages_.Remove(done.cache->payer, done.counted);
   --done.cache->leases;
   if (spare_.size() >= kSpareBuffersMax || pins.capacity() > kSparePagesMax) return;
   done.buffers.Clear();

@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "codecs/page_attention.h"
 #include "kvmanager/store/encode_jobs.h"
+#include "kvmanager/store/lease_pages.h"
 #include "kvmanager/store/long_call.h"
 #include "kvmanager/store/sequence_table.h"
 
@@ -69,9 +70,9 @@ class StoreReads {
   absl::StatusOr<std::unique_ptr<Listing>> BeginAttend(CacheId cache, int layer, absl::Span<const AttendEntry> entries);
   void OnLeftovers(std::function<void()> fn) { on_leftovers_ = std::move(fn); }
   bool ReleaseSome();
-  /// Whether leases may pin `pages` more. Errors: RESOURCE_EXHAUSTED.
-  absl::Status CheckPages(uint64_t pages) const;
-  uint64_t lease_pages() const { return pages_; }
+  /// Which leases read.
+  LeasePages& pages() { return pages_; }
+  const LeasePages& pages() const { return pages_; }
 
   // For the leases, and what makes them.
   static constexpr size_t kPagesAtOnce = 512;  // some 0.1 ms
@@ -85,7 +86,6 @@ class StoreReads {
   ReadBuffers TakeBuffers();
   /// Unpins its pages, many of them later.
   void GiveBack(Done done);
-  void CountPages(uint64_t pages) { pages_ += pages; }
   /// That entry `i` can be read now, and its sequence.
   absl::Status CheckEntry(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries, size_t i,
                           Sequence** sequence) const;
@@ -107,7 +107,7 @@ class StoreReads {
 
   const Parts parts_;
   std::vector<ReadBuffers> spare_;
-  uint64_t pages_ = 0;  // pinned by all leases
+  LeasePages pages_;
   std::deque<Done> left_;
   std::function<void()> on_leftovers_ = [] {};
 };

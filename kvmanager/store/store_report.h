@@ -26,6 +26,7 @@ struct StoreUse {
   uint64_t caches = 0;  // CacheDirectory::kCachesMax
   uint64_t sequences = 0;
   uint64_t tenant_sequences = 0, tenant_shared_blocks = 0;  // of the payer who has most of each
+  uint64_t tenant_lease_pages = 0, tenant_caches = 0;       // likewise
   uint64_t lease_pages = 0;                                 // kLeasePagesMax
   uint64_t unwritten_blocks = 0;  // published in host memory, and on their way to the disk or waiting for that
 };

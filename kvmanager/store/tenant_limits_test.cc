@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/sequence_table.h"
@@ -49,6 +50,65 @@ TEST_F(TenantLimitsTest, OfOneUserWhateverItsNames) {
   }
   held.push_back(Create(Open("uid:77/a")));
   for (const SequenceId sequence : held) store().Drop(sequence);
+}
+
+TEST_F(TenantLimitsTest, HalfOfAllCaches) {
+  const auto open = [this](const std::string& tenant, size_t number) {
+    CacheConfig config = MakeConfig("raw", 0, tenant, 1);
+    config.model = absl::StrCat("model ", number);
+    return store().caches().Open(config);
+  };
+  std::vector<SequenceId> held;
+  for (size_t i = 0; i < CacheDirectory::kTenantCachesMax; ++i) held.push_back(Create(*open("busy", i)));
+  const absl::Status refused = open("busy", held.size()).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(DetailOf(refused).field, "open caches of this tenant");
+  EXPECT_TRUE(open("busy", 0).ok()) << "it is open";
+  EXPECT_TRUE(open("other", 0).ok());
+  // What nobody uses makes room, of its own tenant alone.
+  store().Drop(held[0]);
+  EXPECT_TRUE(open("busy", held.size()).ok());
+  EXPECT_EQ(store().report().Use().tenant_caches, CacheDirectory::kTenantCachesMax);
+  store().report().CheckInvariants();
+  held.erase(held.begin());
+  for (const SequenceId sequence : held) store().Drop(sequence);
+}
+
+TEST_F(TenantLimitsTest, HalfOfAllPagesThatCallsRead) {
+  constexpr int kTokens = static_cast<int>(kTenantLeasePagesMax / kStepEntriesMax) * kPage;
+  struct Of {
+    CacheId cache;
+    SequenceId sequence;
+  };
+  const auto make = [this](const std::string& tenant) {
+    CacheConfig config = MakeConfig("raw", 0, tenant, 1);
+    config.layout.kv_heads = config.query_heads = 1;
+    config.layout.head_dim = 16;
+    Of of{test().Open(config), 0};
+    of.sequence = Create(of.cache);
+    const std::vector<uint8_t> zeros(kTokens * 32);
+    const AppendEntry append{of.sequence, 0, kTokens, zeros.data(), zeros.data()};
+    EXPECT_TRUE(store().Append(of.cache, 0, {&append, 1}).ok());
+    return of;
+  };
+  const auto attend = [this](const Of& of, size_t entries) {
+    return store().Attend(of.cache, 0, std::vector<AttendEntry>(entries, {of.sequence, kTokens - 1, 1}));
+  };
+  const Of busy = make("busy"), other = make("other");
+  auto all = attend(busy, kStepEntriesMax);
+  ASSERT_TRUE(all.ok()) << all.status();
+  EXPECT_EQ(store().report().Use().tenant_lease_pages, kTenantLeasePagesMax);
+  EXPECT_EQ(DetailOf(attend(busy, 1).status()).field, "pages under this tenant's attend leases");
+  EXPECT_TRUE(attend(other, 1).ok());
+  all->reset();
+  const auto release = [this] {
+    while (store().long_calls().ReleaseSome()) {
+    }
+  };
+  release();
+  EXPECT_TRUE(attend(busy, 1).ok());
+  release();
+  EXPECT_EQ(store().report().Use().tenant_lease_pages, 0u);
 }
 
 TEST_F(TenantLimitsTest, BlocksThatForksShare) {
