@@ -62,6 +62,8 @@ TEST_P(OutliveTest, EveryCodecsBlocksOutliveAKillAndASigterm) {
     Publish(*cache, {i + 1, Kind::kNormal, options}, 9);
   }
   ASSERT_TRUE(AllSafe());
+  const bool on_disk = GetParam() == Where::kDisk;
+  if (on_disk) EXPECT_EQ(Metric("kvmanager_disk_blocks"), 36);
   for (const bool gently : {false, true}) {
     SCOPED_TRACE(gently);
     if (gently) {
@@ -72,6 +74,7 @@ TEST_P(OutliveTest, EveryCodecsBlocksOutliveAKillAndASigterm) {
       Kill();
     }
     Start();
+    EXPECT_EQ(Metric("kvmanager_recovered_blocks_total"), on_disk ? 0 : 36);
     for (uint64_t i = 0; i < std::size(codecs); ++i) {
       SCOPED_TRACE(codecs[i]);
       const CacheOptions options = SmallCache(codecs[i]);
@@ -100,7 +103,7 @@ TEST_P(OutliveTest, TenThousandBlocksOutliveAKill) {
   ASSERT_EQ(Metric("kvmanager_published_blocks"), kAll);
   Kill();
   const auto begin = std::chrono::steady_clock::now();
-  Start(128 << 20);
+  Start(GetParam() == Where::kDisk ? 64 << 20 : 128 << 20);  // memory that is kept has its size
   ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
   const Source first{1, Kind::kNormal, options};
   ASSERT_TRUE(Eventually([&] { return Found(*cache, first, kBlocks) == kBlocks; }));
