@@ -1,5 +1,6 @@
 // docs/metrics.md and the daemon's metrics page say the same, both ways, once every path has been walked.
 #include <cmath>
+#include <csignal>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -12,6 +13,7 @@
 #include "absl/strings/str_split.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
+#include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/half.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
@@ -277,6 +279,30 @@ TEST(MetricsTest, SampledPagesSayWhatEncodingCosts) {
       }
     }
   }
+}
+
+// Encoding that ends when the daemon does asks for a comparison of its pages, for which there are no workers then.
+TEST(MetricsTest, ADaemonEndsWhilePagesAreSampled) {
+  DaemonOptions daemon_options;
+  daemon_options.more_flags = {"--quality-sample", "1", "--threads", "1"};
+  setenv(kFailpointsVariable, "encode.slow=1/1", 1);
+  auto started = DaemonProcess::Start(daemon_options);
+  unsetenv(kFailpointsVariable);
+  ASSERT_OK_AND_ASSIGN(auto daemon, std::move(started));
+  ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon->listen(), {}));
+  const CacheOptions options = SmallCache("hack", 1);
+  const Source source{3, Kind::kNormal, options};
+  ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(options));
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+  // Queries to compare with, and then ten pages of a layer, which stay when the client's connection ends.
+  ASSERT_OK(Load(*cache, made.sequence->id(), source, 0, 44, 44));
+  for (uint64_t at = 40; at < 44; ++at) ASSERT_OK(Ask(*cache, made.sequence->id(), source, at));
+  ASSERT_OK(Load(*cache, made.sequence->id(), source, 44, 10 * 64 - 44, 100));
+  ASSERT_OK(made.sequence->Publish(Names(*cache, source, 10)));
+  daemon->process().Signal(SIGINT);
+  daemon->process().Signal(SIGTERM);
+  ASSERT_OK_AND_ASSIGN(const int status, daemon->process().Wait(20000));
+  EXPECT_EQ(status, 0);
 }
 
 }  // namespace

@@ -111,7 +111,7 @@ void PluginProcess::Stop() {
   }
   Wake();
   if (thread_.joinable()) thread_.join();
-  workers_.reset();
+  if (workers_ != nullptr) workers_->Stop();
 }
 
 void PluginProcess::Wake() {

@@ -27,13 +27,21 @@ WorkerPool::WorkerPool(int threads, std::chrono::microseconds turn, int nice) : 
   }
 }
 
-WorkerPool::~WorkerPool() {
+WorkerPool::~WorkerPool() { Stop(); }
+
+void WorkerPool::Stop() {
   {
     MutexLock lock(mutex_);
-    stopping_ = true;
+    if (std::exchange(stopping_, true)) return;
     for (Worker* worker : idle_) worker->wake.notify_one();
   }
   for (Worker& worker : workers_) worker.thread.join();
+  // Came when the last thread had looked. It may hold what posts in its destructor: destroyed without the lock.
+  absl::flat_hash_map<Owner, std::unique_ptr<Share>> late;
+  MutexLock lock(mutex_);
+  stopped_ = true;
+  active_.clear();
+  late.swap(shares_);
 }
 
 WorkerPool::Owner WorkerPool::OwnerOf(absl::string_view tenant) {
@@ -48,6 +56,7 @@ void WorkerPool::Post(Priority priority, absl::Span<Task> tasks, Owner owner) {
   absl::InlinedVector<Worker*, 16> to_wake;  // those that work look at the queues before they are idle
   {
     MutexLock lock(mutex_);
+    if (stopped_) return;
     std::unique_ptr<Share>& share = shares_[owner];
     if (share == nullptr) share = std::make_unique<Share>();
     const bool waits = !share->waiting[0].empty() || !share->waiting[1].empty();

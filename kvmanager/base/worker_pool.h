@@ -6,8 +6,7 @@
 // (start-time fair queueing, equal weights). A thread does not interrupt a task: long work is cut into turns. A task
 // that is not done when its Turn is over posts its rest, behind which others come first.
 //
-// Owned by main(); any thread may post. Tasks must not block on other tasks. The destructor runs what is queued, then
-// joins.
+// Owned by main(); any thread may post. Tasks must not block on other tasks.
 #pragma once
 
 #include <chrono>
@@ -59,6 +58,7 @@ class WorkerPool {
   /// threads: 1..kThreadsMax. turn: of NewTurn. nice: 0..19, of the threads: with more than 0, they leave the cores to
   /// others that have work.
   explicit WorkerPool(int threads, std::chrono::microseconds turn = Turn::kLength, int nice = 0);
+  /// Stops it.
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
@@ -71,6 +71,9 @@ class WorkerPool {
   void Post(Priority priority, Task task, Owner owner = kDaemon);
   /// Several at once, in their order, with one lock; they are moved from.
   void Post(Priority priority, absl::Span<Task> tasks, Owner owner = kDaemon);
+  /// Runs what is queued and what that posts, then joins the threads. What others post from here on may never run: it
+  /// is destroyed. Of one thread, not a worker.
+  void Stop();
 
  private:
   struct Worker {
@@ -98,7 +101,7 @@ class WorkerPool {
   size_t waiting_[2] ABSL_GUARDED_BY(mutex_) = {0, 0};  // tasks, by priority
   int64_t floor_ns_ ABSL_GUARDED_BY(mutex_) = 0;        // used_ns of the owner who went last
   int attend_run_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false, stopped_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<Worker*> idle_ ABSL_GUARDED_BY(mutex_);  // in the order in which they became so
   std::deque<Worker> workers_;
 };

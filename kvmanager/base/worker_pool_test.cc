@@ -70,6 +70,44 @@ TEST(WorkerPoolTest, AsManyTasksAtOnceAsThreads) {
   }
 }
 
+TEST(WorkerPoolTest, WhatIsPostedToAStoppedPoolIsDestroyed) {
+  WorkerPool pool(2);
+  std::atomic<int> runs{0};
+  for (int i = 0; i < 100; ++i) {
+    pool.Post(WorkerPool::Priority::kEncode, [&] {
+      ++runs;
+      pool.Post(WorkerPool::Priority::kAttend, [&] { ++runs; });
+    });
+  }
+  pool.Stop();
+  EXPECT_EQ(runs, 200);
+  const auto held = std::make_shared<int>();
+  pool.Post(
+      WorkerPool::Priority::kEncode, [&, held] { ++runs; }, 7);
+  EXPECT_EQ(held.use_count(), 1);
+  EXPECT_EQ(runs, 200);
+  pool.Stop();
+}
+
+// What comes while the threads end is run or destroyed, and nothing is lost of what came before.
+TEST(WorkerPoolTest, OthersMayPostWhileItStops) {
+  for (int round = 0; round < 50; ++round) {
+    const auto held = std::make_shared<int>();
+    std::atomic<int> before{0};
+    WorkerPool pool(3);
+    for (int i = 0; i < 10; ++i) pool.Post(WorkerPool::Priority::kAttend, [&, held] { ++before; });
+    std::thread poster([&] {
+      for (int i = 0; i < 300; ++i)
+        pool.Post(
+            WorkerPool::Priority::kEncode, [held] {}, i % 5);
+    });
+    pool.Stop();
+    EXPECT_EQ(before, 10);
+    poster.join();
+    EXPECT_EQ(held.use_count(), 1);
+  }
+}
+
 TEST(WorkerPoolTest, NiceIsOfItsThreadsAlone) {
   const int own = getpriority(PRIO_PROCESS, 0);
   WorkerPool pool(1, Turn::kLength, 19);

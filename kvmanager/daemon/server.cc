@@ -221,10 +221,10 @@ class ServerImpl final : public Server {
     recomputer_->Stop();
     loop.RunReady();
     plugins_.Stop();
-    workers_.reset();
+    workers_->Stop();
     loop.RunReady();
     incoming_->DropAll();
-    background_.reset();
+    background_->Stop();
     loop.RunReady();
     devices_.End();
     disk_.reset();
