@@ -4,12 +4,16 @@
 #include <capnp/serialize.h>
 #include <fcntl.h>
 #include <kj/timer.h>
+#include <netinet/in.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <csignal>
 #include <fstream>
 #include <iostream>
 #include <latch>
@@ -270,6 +274,76 @@ TEST_F(BoundedTest, OneProcessDoesNotTakeAllConnections) {
                        RunCommand({DataPath("client/cli/kvctl"), "--connect", unix_address(), "status"}));
   EXPECT_EQ(status.status, 0);
   Decode();
+  for (const int fd : sockets) close(fd);
+}
+
+/// A connection from 127.0.0.`host` that says hello; whether it is answered.
+bool SaysHelloFrom(int host, const std::string& daemon, std::vector<int>* sockets) {
+  const size_t colon = daemon.rfind(':');
+  sockaddr_in from{}, to{};
+  from.sin_family = to.sin_family = AF_INET;
+  from.sin_addr.s_addr = htonl(INADDR_LOOPBACK - 1 + static_cast<uint32_t>(host));
+  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  to.sin_port = htons(static_cast<uint16_t>(std::stoi(daemon.substr(colon + 1))));
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return false;
+  sockets->push_back(fd);
+  if (bind(fd, reinterpret_cast<sockaddr*>(&from), sizeof from) != 0) return false;
+  if (connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to) != 0) return false;
+  if (!WriteAll(fd, Hello())) return false;
+  const timeval wait{20, 0};
+  setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait);
+  char byte;
+  return recv(fd, &byte, 1, 0) == 1;
+}
+
+TEST_F(BoundedTest, OneHostDoesNotTakeAllConnections) {
+  Start({"--listen=tcp:127.0.0.1:0"});
+  const std::string tcp = daemon_->listen().substr(daemon_->listen().find("tcp:"));
+  std::vector<int> sockets;
+  for (size_t i = 0; i < limits::kConnectionsOfHostMax; ++i) ASSERT_TRUE(SaysHelloFrom(2, tcp, &sockets)) << i;
+  for (int i = 0; i < 20; ++i) EXPECT_FALSE(SaysHelloFrom(2, tcp, &sockets));
+  EXPECT_TRUE(SaysHelloFrom(3, tcp, &sockets));
+  EXPECT_EQ(Scrape(*daemon_)->Sum("kvmanager_connections_refused_total"), 20);
+  Decode();
+  // One that goes makes room.
+  close(sockets[0]);
+  EXPECT_TRUE(Eventually([&] { return SaysHelloFrom(2, tcp, &sockets); }));
+  for (size_t i = 1; i < sockets.size(); ++i) close(sockets[i]);
+}
+
+// Of five processes, each within the bound of one.
+TEST_F(BoundedTest, OneUserDoesNotTakeAllConnections) {
+  Start({"--listen=tcp:127.0.0.1:0"});
+  const std::string all = daemon_->listen(), path = all.substr(0, all.find(','));
+  const std::string tcp = all.substr(all.find("tcp:")), hello = Hello();
+  constexpr size_t kProcesses = 5, kEach = 600;
+  static_assert(kEach <= limits::kConnectionsOfProcessMax && kProcesses * kEach > limits::kConnectionsOfUserMax);
+  std::vector<pid_t> children;
+  for (size_t p = 0; p < kProcesses; ++p) {
+    children.push_back(fork());
+    ASSERT_GE(children.back(), 0);
+    if (children.back() > 0) continue;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    for (size_t i = 0; i < kEach; ++i) WriteAll(ConnectSocket(path), hello);
+    for (;;) pause();
+  }
+  const auto sum = [&](const char* name) { return Scrape(*daemon_)->Sum(name); };
+  // One whose hello has not been read yet may make room for the next.
+  EXPECT_TRUE(Eventually([&] {
+    return sum("kvmanager_connections_refused_total") + sum("kvmanager_connections_ended_total") >=
+           kProcesses * kEach - limits::kConnectionsOfUserMax;
+  }));
+  EXPECT_EQ(sum("kvmanager_connections"), limits::kConnectionsOfUserMax);
+  std::vector<int> sockets;
+  EXPECT_TRUE(SaysHelloFrom(1, tcp, &sockets));  // of another: a host
+  Decode();
+  for (const pid_t child : children) {
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+  }
+  EXPECT_TRUE(Eventually([&] { return sum("kvmanager_connections") <= 3; }));
+  EXPECT_OK(Client::Connect(path, {}));
   for (const int fd : sockets) close(fd);
 }
 

@@ -42,6 +42,8 @@ struct Row {
 
 using Use = LimitUse;
 
+static_assert(limits::kTenantOutgoingMax == TcpTransport::kOutgoingMaxDefault / 2);
+
 }  // namespace
 
 std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
@@ -87,11 +89,11 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
       {"caches", kDaemon, "caches", CacheDirectory::kCachesMax, nullptr, &Use::caches, "open caches"},
       {"waiting_hand_offs", kDaemon, "sequences", limits::kTicketsMax, nullptr, &Use::waiting_hand_offs,
        "received sequences that nobody has claimed"},
-      {"waiting_offers", kDaemon, "offers", IncomingHandOffs::kOffersWaitingMax, nullptr, nullptr,
+      {"waiting_offers", kDaemon, "offers", limits::kOffersWaitingMax, nullptr, nullptr,
        "hand-offs that wait for room here"},
       {"incoming_hand_offs", kDaemon, "hand-offs", TcpTransport::kIncomingMaxDefault, nullptr, nullptr,
        "hand-offs received at once"},
-      {"outgoing_hand_offs", kDaemon, "hand-offs", TcpTransport::kOutgoingMaxDefault, nullptr, nullptr,
+      {"outgoing_hand_offs", kDaemon, "hand-offs", TcpTransport::kOutgoingMaxDefault, nullptr, &Use::outgoing_hand_offs,
        "hand-offs sent at once"},
       {"peer_connections_pending", kDaemon, "connections", TcpTransport::kPendingConnectionsMaxDefault, nullptr,
        nullptr, "of peers that have not said what they are"},
@@ -119,6 +121,14 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "pages that a payer's calls under way read"},
       {"tenant_caches", kTenant, "caches", CacheDirectory::kTenantCachesMax, nullptr, &Use::tenant_caches,
        "open caches of a payer"},
+      {"tenant_waiting_blob_bytes", kTenant, kBytes, limits::kTenantBlobBytesMax, nullptr,
+       &Use::tenant_waiting_blob_bytes, "a payer's part of waiting_blob_bytes"},
+      {"tenant_waiting_hand_offs", kTenant, "sequences", limits::kTenantTicketsMax, nullptr,
+       &Use::tenant_waiting_hand_offs, "a payer's part of waiting_hand_offs"},
+      {"tenant_waiting_offers", kTenant, "offers", limits::kTenantOffersWaitingMax, nullptr, nullptr,
+       "a payer's part of waiting_offers"},
+      {"tenant_outgoing_hand_offs", kTenant, "hand-offs", limits::kTenantOutgoingMax, nullptr,
+       &Use::tenant_outgoing_hand_offs, "a payer's part of outgoing_hand_offs"},
       {"user_connections", kUser, "connections", limits::kConnectionsOfUserMax, nullptr, &Use::user_connections,
        "connections of a user's processes, over Unix sockets"},
       {"user_arena_bytes", kUser, kBytes, ArenaBytes::OfUserMax(o.arena_bytes), "--arena-bytes", &Use::user_arena_bytes,

@@ -40,8 +40,13 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   for (const PoolShare& share : holders.store->report().Shares()) {
     if (share.device < 0) use.tenant_pool_bytes = std::max(use.tenant_pool_bytes, share.bytes);
   }
-  use.waiting_hand_offs = holders.incoming->tickets().size();
-  use.waiting_blob_bytes = holders.incoming->tickets().blob_bytes();
+  const Tickets& tickets = holders.incoming->tickets();
+  use.waiting_hand_offs = tickets.size();
+  use.tenant_waiting_hand_offs = tickets.of_payers().most();
+  use.waiting_blob_bytes = tickets.blob_bytes().all();
+  use.tenant_waiting_blob_bytes = tickets.blob_bytes().most();
+  use.outgoing_hand_offs = holders.outgoing->active().all();
+  use.tenant_outgoing_hand_offs = holders.outgoing->active().most();
   use.listed_tenants = holders.principals->tenants();
   const SessionUse session = holders.sessions->Most();
   use.connection_sequences = session.sequences;

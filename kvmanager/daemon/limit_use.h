@@ -26,6 +26,7 @@ struct LimitHolders {
   const ArenaBytes* arenas = nullptr;
   const Recomputer* recomputer = nullptr;
   IncomingHandOffs* incoming = nullptr;
+  const OutgoingHandOffs* outgoing = nullptr;
   const Principals* principals = nullptr;
   const MessageRoom* requests = nullptr;
   const MessageRoom* replies = nullptr;

@@ -347,17 +347,10 @@ class ServerImpl final : public Server {
     }
 
     LimitHolders Holders(ServerImpl& of, const Connections* connections) {
-      return {of.store_.get(),
-              of.memory_.pool(),
-              of.disk_.get(),
-              of.devices_.gpus(),
-              &of.arenas_,
-              of.recomputer_.get(),
-              of.incoming_.get(),
-              of.access_.principals(),
-              &requests,
-              &replies,
-              &uses,
+      return {of.store_.get(),    of.memory_.pool(), of.disk_.get(),
+              of.devices_.gpus(), &of.arenas_,       of.recomputer_.get(),
+              of.incoming_.get(), &outgoing,         of.access_.principals(),
+              &requests,          &replies,          &uses,
               connections};
     }
 
@@ -427,7 +420,7 @@ class ServerImpl final : public Server {
 
   // What a peer was told is accepted counts as held, until it is claimed or expires.
   bool Over() const {
-    return stop_ || (terminating_ && held_.count() == 0 && running_->outgoing.active() == 0 &&
+    return stop_ || (terminating_ && held_.count() == 0 && running_->outgoing.active().all() == 0 &&
                      incoming_->tickets().size() == 0 && store_->report().Use().unwritten_blocks == 0);
   }
 

@@ -12,6 +12,7 @@
 #include "kvmanager/handoff/limits.h"
 #include "kvmanager/handoff/manifest.h"
 #include "kvmanager/handoff/offer_bytes.h"
+#include "kvmanager/store/payer_name.h"
 
 namespace kvmanager {
 
@@ -157,7 +158,7 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
 
 // What a peer offers, until it is answered. Shared by the messages and the work that carry it on, one after the other.
 struct IncomingHandOffs::Offered {
-  std::string peer;
+  std::string peer, payer;
   HandOffHeader first;
   GpuName gpu = {};  // whose pages they are
   GpuLanding landing;
@@ -178,11 +179,12 @@ void IncomingHandOffs::Offer(std::string peer, HandOffPart part, int64_t room_ms
         offered->peer = std::move(peer);
         offered->room_ms = std::min(room_ms, kRoomMsMax);
         offered->reply = std::move(reply);
-        if (absl::Status may = MayReceive(); !may.ok()) return Answer(*offered, std::move(may));
         absl::StatusOr<HandOffHeader> first = ParseFirstManifest(part.manifest, part.page_bytes);
         if (!first.ok()) return Answer(*offered, first.status());
         if (absl::Status may = CheckTenant(first->config.tenant); !may.ok()) return Answer(*offered, std::move(may));
         offered->first = *std::move(first);
+        offered->payer = std::string(PayerName(offered->first.config.tenant));
+        if (absl::Status may = MayReceive(offered->payer); !may.ok()) return Answer(*offered, std::move(may));
         offered->gpu = part.gpu;
         Consider(std::move(offered));
       });
@@ -232,13 +234,9 @@ void IncomingHandOffs::ConsiderGpu(std::shared_ptr<Offered> offered) {
   });
 }
 
-absl::Status IncomingHandOffs::MayReceive() const {
+absl::Status IncomingHandOffs::MayReceive(absl::string_view payer) const {
   if (parts_.drain->on()) return absl::UnavailableError("this daemon is draining: it receives no hand-offs");
-  if (tickets_.size() >= limits::kTicketsMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, "received sequences that wait to be claimed",
-                      absl::StrCat(tickets_.size()), absl::StrCat("below ", limits::kTicketsMax));
-  }
-  return absl::OkStatus();
+  return tickets_.CheckRoom(payer);
 }
 
 // The sender knows the name that it said; which others there are is not its to know.
@@ -253,27 +251,20 @@ absl::Status IncomingHandOffs::CheckTenant(const std::string& tenant) const {
 
 void IncomingHandOffs::TryAccept(std::shared_ptr<Offered> offered) {
   if (offered->gone()) return Answer(*offered, absl::CancelledError("its sender is gone"));
-  // In the order of coming, so that a large one is not passed for ever by small ones.
-  absl::StatusOr<Accepted> accepted =
-      waiting_.empty() ? Accept(*offered)
-                       : FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
-                                    absl::StrCat(waiting_.size()), "none, for another to be received at once");
+  absl::Status turn = waiting_.CheckTurn(offered->payer);
+  absl::StatusOr<Accepted> accepted = turn.ok() ? Accept(*offered) : std::move(turn);
   const bool may_wait = absl::IsResourceExhausted(accepted.status()) && offered->room_ms > 0 && offered->codec.ok() &&
                         BytesAtLeast(offered->first, (*offered->codec)->info()) <= parts_.host_pool_bytes;
   if (!may_wait) return Answer(*offered, std::move(accepted));
-  if (waiting_.size() >= kOffersWaitingMax) {
-    return Answer(*offered, FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
-                                       absl::StrCat(waiting_.size()), absl::StrCat("below ", kOffersWaitingMax)));
+  if (absl::Status place = waiting_.CheckPlace(offered->payer); !place.ok()) {
+    return Answer(*offered, std::move(place));
   }
   offered->full = accepted.status();
   offered->deadline = loop_->timer()
                           .afterDelay(offered->room_ms * kj::MILLISECONDS)
                           .then([this, offered = offered.get()] {
-                            const auto found = std::find_if(waiting_.begin(), waiting_.end(),
-                                                            [&](const auto& each) { return each.get() == offered; });
-                            if (found == waiting_.end()) return;
-                            const std::shared_ptr<Offered> late = std::move(*found);
-                            waiting_.erase(found);
+                            const std::shared_ptr<Offered> late = waiting_.Take(offered);
+                            if (late == nullptr) return;
                             late->deadline.detach([](kj::Exception&&) {});  // it runs now
                             Answer(*late, std::move(late->full));
                             // Those behind it may need less.
@@ -283,13 +274,13 @@ void IncomingHandOffs::TryAccept(std::shared_ptr<Offered> offered) {
   spdlog::info("hand-off from {} waits for room, at most {} ms: {}", offered->peer, offered->room_ms,
                std::string(offered->full.message()));
   offered->reply.waiting(offered->full);
-  waiting_.push_back(std::move(offered));
+  waiting_.Push(std::move(offered));
   parts_.metrics->waiting.Set(double(waiting_.size()));
   AwaitRoom();
 }
 
 absl::StatusOr<HandOffReceiver::Accepted> IncomingHandOffs::Accept(Offered& offered) {
-  KV_RETURN_IF_ERROR(MayReceive());
+  KV_RETURN_IF_ERROR(MayReceive(offered.payer));
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<const Codec> codec, offered.codec);
   std::shared_ptr<ProjectionSet> projections;
   const auto recompute = [&](uint32_t layer, uint32_t pages, uint32_t with_activations) {
@@ -306,7 +297,7 @@ absl::StatusOr<HandOffReceiver::Accepted> IncomingHandOffs::Accept(Offered& offe
   }
   KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import,
                       parts_.store->imports().Import(offered.first, codec, recompute));
-  const std::string name = tickets_.Make(import->cache(), offered.first.tokens);
+  const std::string name = tickets_.Make(import->cache(), offered.payer, offered.first.tokens);
   Accepted accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
                                                offered.first.size(), offered.landing, std::move(projections),
                                                WorkersOf(*codec, parts_.workers)),
@@ -346,27 +337,22 @@ void IncomingHandOffs::OfferGone() {
 }
 
 void IncomingHandOffs::ForgetGone() {
-  std::deque<std::shared_ptr<Offered>> gone;
-  for (size_t i = waiting_.size(); i-- > 0;) {
-    if (!waiting_[i]->gone()) continue;
-    gone.push_front(std::move(waiting_[i]));
-    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
+  std::vector<const Offered*> gone;
+  for (const auto& each : waiting_.all()) {
+    if (each->gone()) gone.push_back(each.get());
   }
-  for (const auto& offered : gone) Answer(*offered, absl::CancelledError("its sender is gone"));
+  for (const Offered* each : gone) Answer(*waiting_.Take(each), absl::CancelledError("its sender is gone"));
 }
 
 void IncomingHandOffs::RetryOffers() {
   ForgetGone();
-  while (!waiting_.empty()) {
-    absl::StatusOr<Accepted> accepted = Accept(*waiting_.front());
-    if (absl::IsResourceExhausted(accepted.status())) {
-      waiting_.front()->full = accepted.status();
-      return AwaitRoom();
-    }
-    const std::shared_ptr<Offered> offered = std::move(waiting_.front());
-    waiting_.pop_front();
+  waiting_.Retry([this](const std::shared_ptr<Offered>& offered) {
+    absl::StatusOr<Accepted> accepted = Accept(*offered);
+    if (absl::IsResourceExhausted(accepted.status())) return accepted.status();
     Answer(*offered, std::move(accepted));
-  }
+    return absl::OkStatus();
+  });
+  if (!waiting_.empty()) AwaitRoom();
 }
 
 // ---- what arrives ----
@@ -481,7 +467,7 @@ kj::Promise<void> IncomingHandOffs::WhenSettled(SequenceId sequence) {
 
 void IncomingHandOffs::DropAll() {
   tickets_.DropAll();
-  for (const auto& offered : std::exchange(waiting_, {})) {
+  for (const auto& offered : waiting_.TakeAll()) {
     offered->deadline = nullptr;
     Answer(*offered, absl::UnavailableError("this daemon ends"));
   }

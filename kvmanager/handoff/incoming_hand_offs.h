@@ -17,7 +17,6 @@
 #include <kj/async.h>
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,6 +32,7 @@
 #include "kvmanager/handoff/drain_switch.h"
 #include "kvmanager/handoff/gpu_landing.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
+#include "kvmanager/handoff/offer_queue.h"
 #include "kvmanager/handoff/recomputer.h"
 #include "kvmanager/handoff/tickets.h"
 #include "kvmanager/store/store_metrics.h"
@@ -42,10 +42,9 @@ namespace kvmanager {
 
 class IncomingHandOffs final : public HandOffReceiver {
  public:
-  static constexpr size_t kOffersWaitingMax = 128;  // for room; more are refused
-  static constexpr int64_t kRoomMsMax = 3600000;    // an offer that may wait longer waits so long
-  static constexpr int64_t kRoomRetryMs = 5;        // between looks for room, however often some is given back
-  static constexpr size_t kValidateAtOnce = 16;     // pages of one task on a worker
+  static constexpr int64_t kRoomMsMax = 3600000;  // an offer that may wait longer waits so long
+  static constexpr int64_t kRoomRetryMs = 5;      // between looks for room, however often some is given back
+  static constexpr size_t kValidateAtOnce = 16;   // pages of one task on a worker
 
   /// What it uses. Everything outlives it.
   struct Parts {
@@ -94,11 +93,11 @@ class IncomingHandOffs final : public HandOffReceiver {
   class Incoming;
   struct Offered;
 
-  absl::Status MayReceive() const;
+  absl::Status MayReceive(absl::string_view payer) const;
   absl::Status CheckTenant(const std::string& tenant) const;
   void Consider(std::shared_ptr<Offered> offered);
   void ConsiderGpu(std::shared_ptr<Offered> offered);
-  // Whether it was answered; else it waits for room.
+  // Answers it, or has it wait for room.
   void TryAccept(std::shared_ptr<Offered> offered);
   absl::StatusOr<Accepted> Accept(Offered& offered);
   void Answer(Offered& offered, absl::StatusOr<Accepted> accepted);
@@ -121,7 +120,7 @@ class IncomingHandOffs final : public HandOffReceiver {
   EventLoop* loop_ = nullptr;
   Tickets tickets_;
   absl::flat_hash_map<SequenceId, std::vector<kj::Own<kj::PromiseFulfiller<void>>>> arriving_;  // who waits for it
-  std::deque<std::shared_ptr<Offered>> waiting_;  // for room, in the order of coming
+  OfferQueue<Offered> waiting_;
   bool retry_due_ = false;
   kj::Promise<void> retry_ = nullptr;
 };

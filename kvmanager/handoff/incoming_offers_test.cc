@@ -71,7 +71,7 @@ TEST_F(IncomingOffersTest, WaitsForRoomInTheOrderOfComing) {
     EXPECT_TRUE(absl::IsResourceExhausted(peer->waited[0]));
     EXPECT_FALSE(peer->answer.has_value());
   }
-  EXPECT_EQ(DetailOf(second.waited[0]).field, "hand-offs that wait for room");
+  EXPECT_EQ(DetailOf(second.waited[0]).field, "hand-offs that wait for room of this tenant");
   EXPECT_EQ(hand_off_metrics_.waiting.Value(), 2);
   EXPECT_EQ(incoming().Load().waiting_offers, 2u);
   EXPECT_EQ(incoming().Load().capacity_bytes, pool_bytes_);
@@ -128,8 +128,12 @@ TEST_F(IncomingOffersTest, WhatNeverFitsDoesNotWait) {
 TEST_F(IncomingOffersTest, NoMoreThanItsBoundsWait) {
   pool_bytes_ = 4 << 20;
   Fill();
-  for (size_t i = 0; i < IncomingHandOffs::kOffersWaitingMax; ++i)
+  for (size_t i = 0; i < limits::kOffersWaitingMax; ++i) {
+    config_tenant_ = i % 2 == 0 ? "a" : "b";
     ASSERT_FALSE(Offer("raw", 1000000).answer.has_value());
+  }
+  EXPECT_EQ(DetailOf(Offer("raw", 1000000).answer->status()).field, "hand-offs that wait for room of this tenant");
+  config_tenant_ = "c";
   const absl::Status refused = Offer("raw", 1000000).answer->status();
   EXPECT_EQ(DetailOf(refused).field, "hand-offs that wait for room");
   EXPECT_EQ(DetailOf(refused).value, "128");
@@ -139,14 +143,15 @@ TEST_F(IncomingOffersTest, NoMoreThanItsBoundsWait) {
   GiveBackOne();
   incoming().OfferGone();
   loop_.RunReady();
-  for (size_t i = 0; i < IncomingHandOffs::kOffersWaitingMax; ++i) {
+  for (size_t i = 0; i < limits::kOffersWaitingMax; ++i) {
     ASSERT_TRUE(peers_[i]->answer.has_value());
     EXPECT_TRUE(absl::IsUnavailable(peers_[i]->answer->status()));
   }
   EXPECT_TRUE(absl::IsUnavailable(Offer("raw", 1000000).answer->status()));
   drain_.Set(false);
   const CacheId cache = test().Open(MakeConfig("raw", 1));
-  while (incoming().tickets().size() < limits::kTicketsMax) incoming().tickets().Make(cache, 1);
+  Tickets& tickets = incoming().tickets();
+  while (tickets.size() < limits::kTicketsMax) tickets.Make(cache, tickets.size() % 2 == 0 ? "a" : "b", 1);
   const ErrorDetail full = DetailOf(Offer("raw", 1000000).answer->status());
   EXPECT_EQ(full.field, "received sequences that wait to be claimed");
   EXPECT_EQ(full.bound, "below 4096");

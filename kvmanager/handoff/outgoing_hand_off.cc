@@ -10,7 +10,9 @@
 #include "absl/time/clock.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/handoff/gpu_landing.h"
+#include "kvmanager/handoff/limits.h"
 #include "kvmanager/handoff/manifest.h"
+#include "kvmanager/store/payer_name.h"
 
 namespace kvmanager {
 namespace {
@@ -34,15 +36,23 @@ bool WantsKeptRawInTrailer(const absl::Status& status) {
 }
 
 OutgoingHandOff::OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target)
-    : parts_(parts), lease_(std::move(lease)), target_(std::move(target)) {
-  ++parts_.active->count_;
+    : parts_(parts),
+      payer_(PayerName(lease->first().config.tenant)),
+      lease_(std::move(lease)),
+      target_(std::move(target)) {
+  parts_.active->Add(payer_);
 }
 
-OutgoingHandOff::~OutgoingHandOff() { --parts_.active->count_; }
+OutgoingHandOff::~OutgoingHandOff() { parts_.active->Remove(payer_); }
 
 absl::StatusOr<std::shared_ptr<OutgoingHandOff>> OutgoingHandOff::Begin(const Parts& parts,
                                                                         std::unique_ptr<ExportLease> lease,
                                                                         Target target) {
+  const uint64_t own = parts.active->Of(PayerName(lease->first().config.tenant));
+  if (own >= limits::kTenantOutgoingMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("hand-offs being sent", kOfTenant),
+                      absl::StrCat(own), absl::StrCat("below ", limits::kTenantOutgoingMax));
+  }
   auto made = std::make_shared<OutgoingHandOff>(parts, std::move(lease), std::move(target));
   KV_RETURN_IF_ERROR(made->FindGpu());
   KV_RETURN_IF_ERROR(made->Offer());

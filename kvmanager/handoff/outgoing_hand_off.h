@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "kvmanager/base/event_loop.h"
+#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
 #include "kvmanager/store/page_store.h"
@@ -30,16 +31,6 @@ struct SentHandOff {
 /// Whether a peer refused pages of the header for their bytes, as earlier builds refuse sinks.
 bool WantsKeptRawInTrailer(const absl::Status& status);
 
-/// How many hand-offs are under way. Each counts itself.
-class ActiveSends {
- public:
-  uint64_t count() const { return count_; }
-
- private:
-  friend class OutgoingHandOff;
-  uint64_t count_ = 0;
-};
-
 /// One hand-off, from its offer to the receiver's confirmation. Shared by who waits for it and by the transport's
 /// completions, whichever lives longer; pages stay pinned until the transport lets go.
 class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOff> {
@@ -50,8 +41,8 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     EventLoop* loop = nullptr;
     HandOffMetrics* metrics = nullptr;
     Gpus gpus;
-    bool shares_gpu_memory = false;  // whether other daemons of this host may read GPUs' pages
-    ActiveSends* active = nullptr;
+    bool shares_gpu_memory = false;              // whether other daemons of this host may read GPUs' pages
+    OwnerCounts<std::string>* active = nullptr;  // hand-offs under way, by payer; each counts itself
   };
   struct Target {
     std::string peer;          // "HOST:PORT"
@@ -61,7 +52,7 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   };
 
   /// Offers it and sends its pages as the lease has them, those of a GPU out of its memory. Errors: INVALID_ARGUMENT
-  /// for one that is too long; WantsHostPages.
+  /// for one that is too long; RESOURCE_EXHAUSTED (limits::kTenantOutgoingMax); WantsHostPages.
   static absl::StatusOr<std::shared_ptr<OutgoingHandOff>> Begin(const Parts& parts, std::unique_ptr<ExportLease> lease,
                                                                 Target target);
   OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target);
@@ -93,6 +84,7 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   void Fail(absl::Status why);
 
   const Parts& parts_;                  // OutgoingHandOffs'
+  const std::string payer_;             // payer_name.h
   std::shared_ptr<ExportLease> lease_;  // nullptr once it has ended; a GPU that still works for it shares it
   const Target target_;
   Gpu* gpu_ = nullptr;                                    // whose pages they are

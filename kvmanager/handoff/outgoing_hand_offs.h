@@ -47,15 +47,15 @@ class OutgoingHandOffs {
   /// As Transport::Peers.
   std::vector<PeerInfo> Peers() const { return parts_.transport->Peers(); }
 
-  /// Hand-offs under way.
-  uint64_t active() const { return active_.count(); }
+  /// Hand-offs under way, by payer.
+  const OwnerCounts<std::string>& active() const { return active_; }
 
  private:
   // To the only peer.
   kj::Promise<absl::StatusOr<SentHandOff>> SendTo(MakeExportLease& make_lease, const HandOffTargets& targets,
                                                   SharedBlob blob, KeptRaw kept_raw) const;
 
-  ActiveSends active_;
+  OwnerCounts<std::string> active_;
   OutgoingHandOff::Parts parts_;
 };
 

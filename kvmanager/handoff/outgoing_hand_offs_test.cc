@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kvmanager/base/status.h"
+#include "kvmanager/handoff/limits.h"
 #include "kvmanager/store/store_fixture.h"
 #include "monitoring/metrics.h"
 
@@ -114,13 +115,39 @@ class OutgoingHandOffsTest : public testing::PageStoreTest {
   std::optional<absl::StatusOr<SentHandOff>> sent_;
 };
 
+TEST_F(OutgoingHandOffsTest, OnePayerLeavesOthersRoom) {
+  const SequenceId sequence = Make("fake");
+  std::vector<kj::Promise<void>> sending;
+  for (size_t i = 0; i < limits::kTenantOutgoingMax; ++i) sending.push_back(Send(sequence, To({"a:1"})));
+  EXPECT_FALSE(sent_.has_value());
+  const auto refused = Send(sequence, To({"a:1"}));
+  ASSERT_TRUE(sent_.has_value());
+  EXPECT_TRUE(absl::IsResourceExhausted(sent_->status()) && IsOfTenant(sent_->status())) << sent_->status();
+  EXPECT_EQ(transport_.transfers.size(), limits::kTenantOutgoingMax);
+  sent_.reset();
+  CacheConfig config = MakeConfig("fake", 1);
+  config.tenant = "another";
+  const SequenceId theirs = Filled(test().Open(config), MakeText(5 * kPage + 3), 5 * kPage + 3);
+  test().executor.FinishAll();
+  const auto other = Send(theirs, To({"a:1"}));
+  EXPECT_FALSE(sent_.has_value());
+  EXPECT_EQ(outgoing().active().all(), limits::kTenantOutgoingMax + 1);
+  EXPECT_EQ(outgoing().active().most(), limits::kTenantOutgoingMax);
+  End(0, absl::UnavailableError("cut off"));
+  sent_.reset();
+  const auto again = Send(sequence, To({"a:1"}));
+  EXPECT_FALSE(sent_.has_value());
+  for (size_t i = 1; i < transport_.transfers.size(); ++i) End(i, absl::UnavailableError("cut off"));
+  EXPECT_EQ(outgoing().active().all(), 0u);
+}
+
 TEST_F(OutgoingHandOffsTest, SendsEveryPageOnceAndTheTrailer) {
   const SequenceId sequence = Make("fake");
   auto sending = Send(sequence, To({"a:1"}));
   ASSERT_EQ(transport_.transfers.size(), 1u);
   FakeTransport::Transfer& transfer = transport_.transfers[0];
   EXPECT_EQ(transfer.request.peer, "a:1");
-  EXPECT_EQ(outgoing().active(), 1u);
+  EXPECT_EQ(outgoing().active().all(), 1u);
   Accept(0);
   ASSERT_TRUE(transfer.last.has_value());
   std::vector<uint32_t> posted = transfer.posted;
@@ -135,7 +162,7 @@ TEST_F(OutgoingHandOffsTest, SendsEveryPageOnceAndTheTrailer) {
   EXPECT_EQ((*sent_)->ticket, "ticket");
   EXPECT_EQ((*sent_)->peer, "a:1");
   EXPECT_EQ((*sent_)->result.pages_sent, 12u);
-  EXPECT_EQ(outgoing().active(), 0u);
+  EXPECT_EQ(outgoing().active().all(), 0u);
   EXPECT_EQ(hand_off_metrics_.send_failed.Value(), 0);
 }
 
@@ -227,7 +254,7 @@ TEST_F(OutgoingHandOffsTest, CancelsWhatNobodyWaitsForAndLetsGoOfItsPages) {
   loop_.RunReady();
   EXPECT_TRUE(transport_.transfers[0].cancelled);
   EXPECT_FALSE(sent_.has_value());
-  EXPECT_EQ(outgoing().active(), 0u);
+  EXPECT_EQ(outgoing().active().all(), 0u);
   store().Drop(sequence);
   EXPECT_EQ(store().report().SequenceIds().size(), 0u);
 }

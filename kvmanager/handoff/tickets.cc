@@ -11,13 +11,29 @@
 
 namespace kvmanager {
 
-std::string Tickets::Make(CacheId cache, uint64_t tokens) {
+absl::Status Tickets::CheckRoom(absl::string_view payer) const {
+  const char* const kWhat = "received sequences that wait to be claimed";
+  const uint64_t own = of_payers_.Of(payer);
+  if (own >= limits::kTenantTicketsMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat(kWhat, kOfTenant), absl::StrCat(own),
+                      absl::StrCat("below ", limits::kTenantTicketsMax));
+  }
+  if (tickets_.size() >= limits::kTicketsMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, kWhat, absl::StrCat(tickets_.size()),
+                      absl::StrCat("below ", limits::kTicketsMax));
+  }
+  return absl::OkStatus();
+}
+
+std::string Tickets::Make(CacheId cache, absl::string_view payer, uint64_t tokens) {
   std::string name(kTicketBytes, '\0');
   KV_CHECK(getrandom(name.data(), name.size(), 0) == static_cast<ssize_t>(name.size()));
   auto ticket = std::make_unique<Ticket>();
   ticket->cache = cache;
+  ticket->payer = std::string(payer);
   ticket->tokens = tokens;
   tickets_.emplace(name, std::move(ticket));
+  of_payers_.Add(payer);
   SetGauge();
   return name;
 }
@@ -26,17 +42,29 @@ absl::Status Tickets::SetBlob(absl::string_view name, std::string blob) {
   const auto found = tickets_.find(name);
   if (found == tickets_.end()) return absl::OkStatus();
   Ticket& ticket = *found->second;
-  const uint64_t others = blob_bytes_ - ticket.blob_bytes.bytes;
-  if (others + blob.size() > limits::kBlobBytesWaitingMax) {
+  const struct {
+    const char* whose;
+    uint64_t others, max;
+  } bounds[] = {{"of this tenant", blob_bytes_.Of(ticket.payer) - ticket.blob.size(), limits::kTenantBlobBytesMax},
+                {"of all tenants", blob_bytes_.all() - ticket.blob.size(), limits::kBlobBytesWaitingMax}};
+  for (const auto& [whose, others, max] : bounds) {
+    if (others + blob.size() <= max) continue;
     return FieldError(absl::StatusCode::kResourceExhausted, "blob", absl::StrCat(blob.size(), " bytes"),
-                      absl::StrCat("at most ", limits::kBlobBytesWaitingMax, " bytes with the ", others,
-                                   " of other sequences that wait to be claimed; claim them, or send less"));
+                      absl::StrCat("at most ", max, " bytes with the ", others, " of other sequences ", whose,
+                                   " that wait to be claimed; claim them, or send less"));
   }
-  blob_bytes_ = others + blob.size();
-  ticket.blob_bytes.sum = &blob_bytes_;
-  ticket.blob_bytes.bytes = blob.size();
+  blob_bytes_.Remove(ticket.payer, ticket.blob.size());
   ticket.blob = std::move(blob);
+  blob_bytes_.Add(ticket.payer, ticket.blob.size());
   return absl::OkStatus();
+}
+
+std::unique_ptr<Tickets::Ticket> Tickets::Take(const std::string& name) {
+  auto ticket = std::move(tickets_.extract(name).mapped());
+  of_payers_.Remove(ticket->payer);
+  blob_bytes_.Remove(ticket->payer, ticket->blob.size());
+  SetGauge();
+  return ticket;
 }
 
 void Tickets::Show(absl::string_view name, SequenceId sequence) {
@@ -51,9 +79,7 @@ void Tickets::Show(absl::string_view name, SequenceId sequence) {
 void Tickets::Fail(absl::string_view name, const absl::Status& why) {
   const auto found = tickets_.find(name);
   if (found == tickets_.end()) return;
-  const std::unique_ptr<Ticket> ticket = std::move(found->second);
-  tickets_.erase(found);
-  SetGauge();
+  const std::unique_ptr<Ticket> ticket = Take(found->first);
   if (ticket->sequence != 0) store_.Drop(ticket->sequence);
   const absl::Status status =
       absl::UnavailableError(absl::StrCat("the hand-off of this sequence ended early: ", why.message()));
@@ -71,12 +97,11 @@ void Tickets::Fail(absl::string_view name, const absl::Status& why) {
 
 void Tickets::DropAll() {
   if (!tickets_.empty()) spdlog::warn("{} received sequences were not claimed, and are lost", tickets_.size());
-  for (auto& [name, ticket] : tickets_) {
+  while (!tickets_.empty()) {
+    const std::unique_ptr<Ticket> ticket = Take(tickets_.begin()->first);
     if (ticket->sequence != 0) store_.Drop(ticket->sequence);
   }
-  tickets_.clear();
   failed_.clear();
-  SetGauge();
 }
 
 absl::Status Tickets::CheckCache(const Ticket& ticket, CacheId cache) const {
@@ -126,13 +151,9 @@ void Tickets::EndClaim(absl::string_view name) {
 
 absl::StatusOr<Tickets::Claimed> Tickets::Claim(absl::string_view name, CacheId cache) {
   KV_RETURN_IF_ERROR(Find(name, cache).status());
-  const auto found = tickets_.find(name);
-  Ticket& ticket = *found->second;
-  Claimed claimed = {ticket.sequence, ticket.tokens, std::move(ticket.blob)};
-  tickets_.erase(found);
-  SetGauge();
+  const std::unique_ptr<Ticket> ticket = Take(std::string(name));
   metrics_.claimed.Increment();
-  return claimed;
+  return Claimed{ticket->sequence, ticket->tokens, std::move(ticket->blob)};
 }
 
 kj::Promise<void> Tickets::AfterLease(absl::AnyInvocable<void()> fn) {
@@ -147,10 +168,9 @@ void Tickets::Expire(const std::string& name) {
   if (found == tickets_.end()) return;
   spdlog::warn("a received sequence of {} tokens was not claimed in {} ms and is given back", found->second->tokens,
                lease_ms_);
-  store_.Drop(found->second->sequence);
-  found->second->expiry.detach([](kj::Exception&&) {});  // it runs now: it cannot be destroyed here
-  tickets_.erase(found);
-  SetGauge();
+  const std::unique_ptr<Ticket> ticket = Take(name);
+  store_.Drop(ticket->sequence);
+  ticket->expiry.detach([](kj::Exception&&) {});  // it runs now: it cannot be destroyed here
   metrics_.expired.Increment();
 }
 

@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kvmanager/base/event_loop.h"
+#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
 #include "kvmanager/store/page_store.h"
 
@@ -44,9 +45,11 @@ class Tickets {
 
   // For whoever receives. What a ticket names is given back to the store if it is not claimed.
 
+  /// Whether there is room for one more of a payer (payer_name.h). Errors: RESOURCE_EXHAUSTED.
+  absl::Status CheckRoom(absl::string_view payer) const;
   /// A new one, for a sequence of `tokens` tokens that is still to come. Returns its name.
-  std::string Make(CacheId cache, uint64_t tokens);
-  /// The engine's blob came with it. Errors: RESOURCE_EXHAUSTED (limits::kBlobBytesWaitingMax).
+  std::string Make(CacheId cache, absl::string_view payer, uint64_t tokens);
+  /// The engine's blob came with it. Errors: RESOURCE_EXHAUSTED (limits::kBlobBytesWaitingMax, kTenantBlobBytesMax).
   absl::Status SetBlob(absl::string_view name, std::string blob);
   /// Its sequence can be claimed from now on, and the lease begins. A sequence whose ticket is gone is given back.
   void Show(absl::string_view name, SequenceId sequence);
@@ -71,23 +74,17 @@ class Tickets {
 
   /// Sequences that wait to be claimed, those included that are being received.
   size_t size() const { return tickets_.size(); }
-  uint64_t blob_bytes() const { return blob_bytes_; }
+  /// By payer.
+  const OwnerCounts<std::string>& of_payers() const { return of_payers_; }
+  const OwnerCounts<std::string>& blob_bytes() const { return blob_bytes_; }
 
  private:
-  // Counts a blob's bytes while its ticket is there.
-  struct BlobBytes {
-    ~BlobBytes() {
-      if (sum != nullptr) *sum -= bytes;
-    }
-    uint64_t* sum = nullptr;
-    uint64_t bytes = 0;
-  };
   struct Ticket {
     CacheId cache = 0;
+    std::string payer;
     SequenceId sequence = 0;  // 0: not shown yet
     uint64_t tokens = 0;
     std::string blob;
-    BlobBytes blob_bytes;
     bool being_claimed = false;
     std::vector<kj::Own<kj::PromiseFulfiller<absl::Status>>> claims;  // that wait until it is shown
     kj::Promise<void> expiry = nullptr;                               // once it is
@@ -100,14 +97,16 @@ class Tickets {
   absl::Status CheckCache(const Ticket& ticket, CacheId cache) const;
   kj::Promise<void> AfterLease(absl::AnyInvocable<void()> fn);
   void Expire(const std::string& name);
+  /// It is no ticket any more.
+  std::unique_ptr<Ticket> Take(const std::string& name);
   void SetGauge();
 
   PageStore& store_;
   HandOffMetrics& metrics_;
   const int64_t lease_ms_;
   EventLoop* loop_ = nullptr;
-  uint64_t blob_bytes_ = 0;  // before tickets_
   absl::flat_hash_map<std::string, std::unique_ptr<Ticket>> tickets_;
+  OwnerCounts<std::string> of_payers_, blob_bytes_;  // of tickets_, by payer
   absl::flat_hash_map<std::string, std::unique_ptr<Failed>> failed_;
 };
 

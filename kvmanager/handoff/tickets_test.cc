@@ -60,14 +60,20 @@ TEST_F(TicketsTest, BlobsThatWaitAreBoundedTogether) {
   const CacheId cache = test().Open(MakeConfig("raw", 0));
   std::vector<std::string> names;
   const std::string blob(limits::kBlobBytesMax, 'b');
-  for (uint64_t bytes = 0; bytes < limits::kBlobBytesWaitingMax; bytes += blob.size()) {
-    names.push_back(tickets.Make(cache, kPage));
-    ASSERT_TRUE(tickets.SetBlob(names.back(), blob).ok());
+  // One payer's are half of all, and another's find room.
+  for (const char* const payer : {"a", "b"}) {
+    for (uint64_t bytes = 0; bytes < limits::kTenantBlobBytesMax; bytes += blob.size()) {
+      names.push_back(tickets.Make(cache, payer, kPage));
+      ASSERT_TRUE(tickets.SetBlob(names.back(), blob).ok());
+    }
+    const absl::Status refused = tickets.SetBlob(tickets.Make(cache, payer, kPage), "b");
+    EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+    EXPECT_EQ(DetailOf(refused).field, "blob");
   }
-  const std::string one_more = tickets.Make(cache, kPage);
-  const absl::Status refused = tickets.SetBlob(one_more, "b");
-  EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
-  EXPECT_EQ(DetailOf(refused).field, "blob");
+  EXPECT_EQ(tickets.blob_bytes().all(), limits::kBlobBytesWaitingMax);
+  EXPECT_EQ(tickets.blob_bytes().most(), limits::kTenantBlobBytesMax);
+  const std::string one_more = tickets.Make(cache, "c", kPage);
+  EXPECT_TRUE(absl::IsResourceExhausted(tickets.SetBlob(one_more, "b")));
   EXPECT_TRUE(tickets.SetBlob(names[0], blob).ok());  // in place of its own
   // One that is claimed, and one whose hand-off ends early, make room.
   tickets.Show(names[0], Filled(cache, MakeText(kPage), kPage));
@@ -75,17 +81,38 @@ TEST_F(TicketsTest, BlobsThatWaitAreBoundedTogether) {
   ASSERT_TRUE(claimed.ok()) << claimed.status();
   EXPECT_EQ(claimed->blob, blob);
   EXPECT_TRUE(tickets.SetBlob(one_more, blob).ok());
-  EXPECT_FALSE(tickets.SetBlob(tickets.Make(cache, kPage), "b").ok());
+  EXPECT_FALSE(tickets.SetBlob(tickets.Make(cache, "c", kPage), "b").ok());
   tickets.Fail(names[1], absl::UnavailableError("cut off"));
-  EXPECT_TRUE(tickets.SetBlob(tickets.Make(cache, kPage), blob).ok());
+  EXPECT_TRUE(tickets.SetBlob(tickets.Make(cache, "c", kPage), blob).ok());
   store().Drop(claimed->sequence);
+}
+
+TEST_F(TicketsTest, APayerHasHalfOfThePlaces) {
+  Tickets& tickets = Make(kLongMs);
+  const CacheId cache = test().Open(MakeConfig("raw", 0));
+  std::string last;
+  for (const char* const payer : {"a", "b"}) {
+    for (size_t i = 0; i < limits::kTenantTicketsMax; ++i) {
+      ASSERT_TRUE(tickets.CheckRoom(payer).ok()) << i;
+      last = tickets.Make(cache, payer, kPage);
+    }
+    EXPECT_TRUE(IsOfTenant(tickets.CheckRoom(payer)));
+  }
+  EXPECT_EQ(tickets.of_payers().most(), limits::kTenantTicketsMax);
+  const absl::Status full = tickets.CheckRoom("c");
+  EXPECT_TRUE(absl::IsResourceExhausted(full) && !IsOfTenant(full)) << full;
+  tickets.Fail(last, absl::UnavailableError("cut off"));
+  EXPECT_TRUE(tickets.CheckRoom("b").ok());
+  EXPECT_TRUE(tickets.CheckRoom("c").ok());
+  tickets.DropAll();
+  EXPECT_EQ(tickets.of_payers().all(), 0u);
 }
 
 TEST_F(TicketsTest, AClaimWaitsUntilTheSequenceIsShownAndTakesItOnce) {
   Tickets& tickets = Make(kLongMs);
   const CacheId cache = test().Open(MakeConfig("raw", 0));
   const SequenceId sequence = Filled(cache, MakeText(kPage), kPage);
-  const std::string name = tickets.Make(cache, kPage);
+  const std::string name = tickets.Make(cache, "", kPage);
   EXPECT_EQ(name.size(), Tickets::kTicketBytes);
   EXPECT_EQ(metrics_.tickets.Value(), 1);
   EXPECT_TRUE(absl::IsFailedPrecondition(tickets.Find(name, cache).status()));  // it still arrives
@@ -106,7 +133,7 @@ TEST_F(TicketsTest, AClaimWaitsUntilTheSequenceIsShownAndTakesItOnce) {
 TEST_F(TicketsTest, WhatNobodyClaimsIsGivenBackWhenItsLeaseEnds) {
   Tickets& tickets = Make(1);
   const CacheId cache = test().Open(MakeConfig("raw", 0));
-  const std::string name = tickets.Make(cache, kPage);
+  const std::string name = tickets.Make(cache, "", kPage);
   tickets.Show(name, Filled(cache, MakeText(kPage), kPage));
   EXPECT_EQ(sequences(), 1u);
   loop_.Run([&] { return tickets.size() == 0; });
@@ -118,7 +145,7 @@ TEST_F(TicketsTest, WhatNobodyClaimsIsGivenBackWhenItsLeaseEnds) {
 TEST_F(TicketsTest, AFailedHandOffTellsWhoeverWaitsAndWhoeverComesLater) {
   Tickets& tickets = Make(kLongMs);
   const CacheId cache = test().Open(MakeConfig("raw", 0));
-  const std::string waited_for = tickets.Make(cache, kPage), shown = tickets.Make(cache, kPage);
+  const std::string waited_for = tickets.Make(cache, "", kPage), shown = tickets.Make(cache, "", kPage);
   const absl::Status told =
       Await(waited_for, cache, [&] { tickets.Fail(waited_for, absl::AbortedError("the link broke")); });
   EXPECT_TRUE(absl::IsUnavailable(told));
@@ -133,7 +160,7 @@ TEST_F(TicketsTest, AFailedHandOffTellsWhoeverWaitsAndWhoeverComesLater) {
 TEST_F(TicketsTest, ASequenceWhoseTicketIsGoneIsGivenBack) {
   Tickets& tickets = Make(kLongMs);
   const CacheId cache = test().Open(MakeConfig("raw", 0));
-  const std::string name = tickets.Make(cache, kPage);
+  const std::string name = tickets.Make(cache, "", kPage);
   tickets.Fail(name, absl::AbortedError("the link broke"));
   tickets.Show(name, Filled(cache, MakeText(kPage), kPage));
   EXPECT_EQ(sequences(), 0u);
@@ -145,7 +172,7 @@ TEST_F(TicketsTest, ATicketIsOfOneCacheAndOneClaimAtATime) {
   CacheConfig other_config = MakeConfig("raw", 0);
   other_config.tenant = "another";
   const CacheId other = test().Open(other_config);
-  const std::string name = tickets.Make(cache, kPage);
+  const std::string name = tickets.Make(cache, "", kPage);
   tickets.Show(name, Filled(cache, MakeText(kPage), kPage));
   EXPECT_TRUE(absl::IsFailedPrecondition(tickets.Claim(name, other).status()));
   EXPECT_TRUE(tickets.BeginClaim(name).ok());

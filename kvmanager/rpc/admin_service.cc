@@ -106,16 +106,17 @@ class AdminService final : public api::Admin::Server {
             return parts_.long_calls->Next();
           })
           .then([this, listing] {
-            return InTurns(session_, Method::kSequences, parts_.long_calls, [store = parts_.store, listing] {
-              if (listing->looked == listing->ids.size()) return false;
-              auto info = store->Describe(listing->ids[listing->looked++]);
-              if (info.ok()) listing->found.push_back(*std::move(info));
-              return true;
-            });
+            return InTurns(session_, Method::kSequences, parts_.long_calls, WorkerPool::kDaemon,
+                           [store = parts_.store, listing] {
+                             if (listing->looked == listing->ids.size()) return false;
+                             auto info = store->Describe(listing->ids[listing->looked++]);
+                             if (info.ok()) listing->found.push_back(*std::move(info));
+                             return true;
+                           });
           })
           .then([this, listing, context]() mutable {
             listing->out = context.getResults().initSequences(listing->found.size());
-            return InTurns(session_, Method::kSequences, parts_.long_calls, [this, listing] {
+            return InTurns(session_, Method::kSequences, parts_.long_calls, WorkerPool::kDaemon, [this, listing] {
               const size_t i = listing->written++;
               if (i < listing->found.size()) WriteHeldSequence(*parts_.held, listing->found[i], listing->out[i]);
               return i < listing->found.size();
@@ -217,14 +218,16 @@ class AdminService final : public api::Admin::Server {
     return Serve(*session_, Method::kExplain, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       const auto params = context.getParams();
       auto call = std::make_shared<ExplainCall>(&parts_.store->report(), params.getCacheId(), params.getNames());
-      return InTurns(session_, Method::kExplain, parts_.long_calls, [call] { return call->DoPiece(); })
+      return InTurns(session_, Method::kExplain, parts_.long_calls, WorkerPool::kDaemon,
+                     [call] { return call->DoPiece(); })
           .then([this, call, context]() mutable -> kj::Promise<void> {
             if (!call->status().ok()) {
               ServeError(*session_, Method::kExplain, call->status(), context);
               return kj::READY_NOW;
             }
             call->BeginWriting(context.getResults());
-            return InTurns(session_, Method::kExplain, parts_.long_calls, [call] { return call->WriteSome(); });
+            return InTurns(session_, Method::kExplain, parts_.long_calls, WorkerPool::kDaemon,
+                           [call] { return call->WriteSome(); });
           })
           .attach(thisCap());
     });
@@ -233,7 +236,8 @@ class AdminService final : public api::Admin::Server {
   kj::Promise<void> retain(RetainContext context) override {
     return Serve(*session_, Method::kRetain, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       const CacheId cache = context.getParams().getCacheId();
-      return Retain(session_, parts_.long_calls, &parts_.store->caches(), cache, context).attach(thisCap());
+      return Retain(session_, parts_.long_calls, WorkerPool::kDaemon, &parts_.store->caches(), cache, context)
+          .attach(thisCap());
     });
   }
 

@@ -1,12 +1,11 @@
 // The bytes of the arenas of all connections, and their bounds: of all, and of one user. The loop's thread.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/base/status.h"
 #include "monitoring/metrics.h"
 
@@ -25,39 +24,31 @@ class ArenaBytes {
   /// user: whoever asks for it. Errors: RESOURCE_EXHAUSTED.
   absl::Status Reserve(uint32_t user, uint64_t bytes) {
     const uint64_t of_user_max = OfUserMax(max_);
-    const auto of_user = of_user_.find(user);
-    const uint64_t own = of_user == of_user_.end() ? 0 : of_user->second;
+    const uint64_t own = used_.Of(user);
     if (bytes > of_user_max || own > of_user_max - bytes) {
       return FieldError(
           absl::StatusCode::kResourceExhausted, "arena bytes of this user", absl::StrCat(own + bytes),
           absl::StrCat("at most ", of_user_max, ", three quarters of --arena-bytes; so others find room"));
     }
-    if (bytes > max_ || used_ > max_ - bytes) {
+    if (bytes > max_ || used_.all() > max_ - bytes) {
       return FieldError(absl::StatusCode::kResourceExhausted, "arena bytes of all connections",
-                        absl::StrCat(used_ + bytes), absl::StrCat("at most ", max_, " (--arena-bytes)"));
+                        absl::StrCat(used_.all() + bytes), absl::StrCat("at most ", max_, " (--arena-bytes)"));
     }
-    used_ += bytes;
-    of_user_[user] += bytes;
+    used_.Add(user, bytes);
     gauge_.Increment(double(bytes));
     return absl::OkStatus();
   }
   void GiveBack(uint32_t user, uint64_t bytes) {
-    used_ -= bytes;
-    if (const auto of_user = of_user_.find(user); (of_user->second -= bytes) == 0) of_user_.erase(of_user);
+    used_.Remove(user, bytes);
     gauge_.Decrement(double(bytes));
   }
-  uint64_t used_bytes() const { return used_; }
+  uint64_t used_bytes() const { return used_.all(); }
   /// Of the user who has most.
-  uint64_t most_of_user() const {
-    uint64_t most = 0;
-    for (const auto& [user, bytes] : of_user_) most = std::max(most, bytes);
-    return most;
-  }
+  uint64_t most_of_user() const { return used_.most(); }
 
  private:
   const uint64_t max_;
-  uint64_t used_ = 0;
-  absl::flat_hash_map<uint32_t, uint64_t> of_user_;  // of it; none is 0
+  OwnerCounts<uint32_t> used_;
   prometheus::Gauge& gauge_;
 };
 

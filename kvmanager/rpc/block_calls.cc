@@ -178,7 +178,7 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::Read(const std::shared_ptr<Session
   KV_ASSIGN_OR_RETURN(std::vector<BlockName> names, ReadBlockNames("names", request.getNames(), kTransferPagesMax));
   std::shared_ptr<DiskLoad> load = parts_.store->long_calls().BeginLoad(bound.cache.id, names, request.getFirstBlock());
   if (load == nullptr) return ReadLoaded(session, bound.cache.id, bound.cache.owner, names, context);
-  return LoadBlocks(session, Method::kReadBlocks, parts_.turns, load)
+  return LoadBlocks(session, Method::kReadBlocks, parts_.turns, bound.cache.owner, load)
       .then([this, session, cache = bound.cache.id, owner = bound.cache.owner, names = std::move(names), load,
              context]() mutable -> kj::Promise<void> {
         auto reading = ReadLoaded(session, cache, owner, names, context);

@@ -46,7 +46,8 @@ class CacheService final : public api::Cache::Server {
       KV_RETURN_IF_ERROR(CheckRequests(requests.size()));
       KV_RETURN_IF_ERROR(EnsureOpen());
       auto call = std::make_shared<MatchCall>(&store().caches(), id(), requests);
-      return InTurns(session_, Method::kMatch, parts_.sequence.long_calls, [call] { return call->DoPiece(); })
+      return InTurns(session_, Method::kMatch, parts_.sequence.long_calls, bound_->cache.owner,
+                     [call] { return call->DoPiece(); })
           .then([this, call, context]() mutable {
             if (!call->status().ok()) return ServeError(*session_, Method::kMatch, call->status(), context);
             auto results = context.getResults().initResults(call->found().size());
@@ -69,7 +70,7 @@ class CacheService final : public api::Cache::Server {
           requests = static_cast<uint32_t>(std::min<size_t>(creation->list.size(), limits::kSequenceRequestsMax));
           KV_RETURN_IF_ERROR(CheckRequests(creation->list.size()));
           KV_RETURN_IF_ERROR(EnsureOpen());
-          return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls,
+          return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls, bound_->cache.owner,
                          [creation] {
                            auto& reader = creation->reader;
                            if (!reader) reader = PrefixReader(creation->list, creation->prefixes.size());
@@ -134,7 +135,8 @@ class CacheService final : public api::Cache::Server {
   kj::Promise<void> retain(RetainContext context) override {
     return Serve(*session_, Method::kRetain, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(EnsureOpen());
-      return Retain(session_, parts_.sequence.long_calls, &store().caches(), id(), context).attach(thisCap());
+      return Retain(session_, parts_.sequence.long_calls, bound_->cache.owner, &store().caches(), id(), context)
+          .attach(thisCap());
     });
   }
 
@@ -240,7 +242,7 @@ class CacheService final : public api::Cache::Server {
 
   // Blocks are verified before the loop looks at them; the next request may begin with the same.
   kj::Promise<void> CreateNext(std::shared_ptr<Creation> creation) {
-    return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls,
+    return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls, bound_->cache.owner,
                    [this, creation] { return Create(*creation); })
         .then([this, creation]() -> kj::Promise<void> {
           if (creation->load != nullptr && !creation->loaded) {

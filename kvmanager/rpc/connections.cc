@@ -384,15 +384,11 @@ const char* Connections::WhyRefused(int fd, const ListenSocket& socket, const uc
     if (peer.uid != 0 && peer.uid != geteuid()) return "only the daemon's user and root administer";
     return admin_connections_ < limits::kAdminConnectionsMax ? nullptr : "as many administer as may";
   }
-  const uint32_t pid = static_cast<uint32_t>(peer.pid);
-  const auto of_process = of_process_.find(pid);
-  const size_t same = of_process == of_process_.end() ? 0 : of_process->second;
-  if (pid != 0 && same >= limits::kConnectionsOfProcessMax) return "its process has as many as one may have";
-  const auto of_origin = of_origin_.find(origin);
-  const size_t theirs = of_origin == of_origin_.end() ? 0 : of_origin->second;
-  const bool origin_full =
-      theirs >= (socket.unix_socket() ? limits::kConnectionsOfUserMax : limits::kConnectionsOfHostMax);
-  const bool tcp_full = !socket.unix_socket() && same >= limits::kTcpConnectionsMax;
+  if (of_process_.Of(static_cast<uint32_t>(peer.pid)) >= limits::kConnectionsOfProcessMax)
+    return "its process has as many as one may have";
+  const bool origin_full = socket.unix_socket() ? of_user_.Of(origin) >= limits::kConnectionsOfUserMax
+                                                : of_host_.Of(origin) >= limits::kConnectionsOfHostMax;
+  const bool tcp_full = !socket.unix_socket() && tcp_connections_ >= limits::kTcpConnectionsMax;
   const bool full = connections_.size() - admin_connections_ >= limits::kConnectionsMax || fd >= FdsForOthers();
   if (!origin_full && !tcp_full && !full) return nullptr;
   for (const auto& [id, connection] : connections_) {
@@ -415,32 +411,51 @@ void Connections::Accept(int fd, const ListenSocket& socket) {
 }
 
 void Connections::Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const ListenSocket& socket) {
-  const bool admin = socket.admin(), unix_socket = socket.unix_socket();
+  const bool unix_socket = socket.unix_socket();
   const ucred peer = unix_socket ? PeerOf(fd.get()) : ucred{0, uid_t(-1), gid_t(-1)};
-  const uint32_t pid = static_cast<uint32_t>(peer.pid);
   const uint64_t origin = OriginOf(fd.get(), peer, unix_socket);
   if (const char* const why = WhyRefused(fd.get(), socket, peer, origin); why != nullptr) {
     parts_.metrics->refused.Increment();
-    spdlog::debug("a connection of process {} is refused: {}", pid, why);
+    spdlog::debug("a connection of process {} is refused: {}", peer.pid, why);
     tls.reset();  // before its descriptor
     return;
-  }
-  if (!admin) {
-    ++of_process_[pid];
-    ++of_origin_[origin];
   }
   Proof proof;
   if (unix_socket) proof.uid = peer.uid;
   if (tls != nullptr && !tls->peer_name().empty()) proof.certificate = tls->peer_name();
-  proof.admin = admin;
+  proof.admin = socket.admin();
   proof.unix_socket = unix_socket;
   (unix_socket ? parts_.metrics->accepted_unix : parts_.metrics->accepted_tcp).Increment();
   const uint64_t id = next_id_++;
   auto connection = std::make_unique<Connection>(parts_, id, origin, kj::mv(fd), std::move(tls), proof, peer);
   tasks_->add(connection->WhenOver().then([this, id] { End(id); }, [this, id](kj::Exception&&) { End(id); }));
+  CountIn(*connection);
   connections_.emplace(id, std::move(connection));
-  if (admin) ++admin_connections_;
   parts_.metrics->open.Set(double(connections_.size() - admin_connections_));
+}
+
+void Connections::CountIn(const Connection& connection) {
+  if (connection.admin()) {
+    ++admin_connections_;
+  } else if (connection.unix_socket()) {
+    if (connection.pid() != 0) of_process_.Add(connection.pid());
+    of_user_.Add(connection.origin());
+  } else {
+    ++tcp_connections_;
+    of_host_.Add(connection.origin());
+  }
+}
+
+void Connections::CountOut(const Connection& connection) {
+  if (connection.admin()) {
+    --admin_connections_;
+  } else if (connection.unix_socket()) {
+    if (connection.pid() != 0) of_process_.Remove(connection.pid());
+    of_user_.Remove(connection.origin());
+  } else {
+    --tcp_connections_;
+    of_host_.Remove(connection.origin());
+  }
 }
 
 void Connections::End(uint64_t id) {
@@ -464,28 +479,18 @@ void Connections::Remove(uint64_t id) {
   const LoopTurn turn(parts_.session->calls->turns(), "connectionEnd");
   const std::unique_ptr<Connection> connection = std::move(found->second);
   connections_.erase(found);
-  if (connection->admin()) {
-    --admin_connections_;
-  } else {
-    if (const auto of = of_process_.find(connection->pid()); --of->second == 0) of_process_.erase(of);
-    if (const auto of = of_origin_.find(connection->origin()); --of->second == 0) of_origin_.erase(of);
-  }
+  CountOut(*connection);
   parts_.metrics->open.Set(double(connections_.size() - admin_connections_));
 }
 
 Connections::Use Connections::use() const {
-  Use use{.engines = connections_.size() - admin_connections_,
+  return {.engines = connections_.size() - admin_connections_,
+          .tcp = tcp_connections_,
           .admin = admin_connections_,
-          .handshakes = handshakes_.size()};
-  for (const auto& [pid, connections] : of_process_) {
-    size_t& of = pid == 0 ? use.tcp : use.of_process;
-    of = std::max(of, connections);
-  }
-  for (const auto& [origin, connections] : of_origin_) {
-    size_t& of = origin > UINT32_MAX ? use.of_host : use.of_user;
-    of = std::max(of, connections);
-  }
-  return use;
+          .handshakes = handshakes_.size(),
+          .of_process = of_process_.most(),
+          .of_user = of_user_.most(),
+          .of_host = of_host_.most()};
 }
 
 void Connections::taskFailed(kj::Exception&& exception) {

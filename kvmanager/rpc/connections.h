@@ -26,8 +26,8 @@
 #include <vector>
 
 #include "absl/container/btree_map.h"
-#include "absl/container/flat_hash_map.h"
 #include "kvmanager/base/event_loop.h"
+#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/rpc/listen_socket.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/service.h"
@@ -68,6 +68,8 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   void Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const ListenSocket& socket);
   /// Why a connection of `peer` that was accepted is not served; nullptr: it is.
   const char* WhyRefused(int fd, const ListenSocket& socket, const ucred& peer, uint64_t origin);
+  void CountIn(const Connection& connection);
+  void CountOut(const Connection& connection);
   /// A connection is over: it is removed soon.
   void End(uint64_t id);
   kj::Promise<void> RemoveEnded();
@@ -79,8 +81,10 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   size_t admin_connections_ = 0;                                        // of connections_
   absl::btree_map<uint64_t, std::unique_ptr<Connection>> connections_;  // the oldest first
   std::deque<uint64_t> ended_;                                          // of them
-  absl::flat_hash_map<uint32_t, size_t> of_process_;  // how many of engines; 0: TCP, or of an unknown process
-  absl::flat_hash_map<uint64_t, size_t> of_origin_;   // likewise, of a user or a host
+  uint64_t tcp_connections_ = 0;                                        // likewise
+  // Likewise, of engines: of a process over Unix sockets, where it is known, and of a user or a host.
+  OwnerCounts<uint32_t> of_process_;
+  OwnerCounts<uint64_t> of_user_, of_host_;
   TlsHandshakes handshakes_;
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<kj::TaskSet> tasks_;

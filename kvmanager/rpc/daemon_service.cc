@@ -107,6 +107,7 @@ class DaemonService final : public api::Daemon::Server {
       KV_ASSIGN_OR_RETURN(CacheConfig config, ReadCacheConfig(context.getParams().getConfig()));
       KV_ASSIGN_OR_RETURN(config.tenant, parts_.principals->TenantOf(session_->proof(), config.tenant));
       KV_ASSIGN_OR_RETURN(std::shared_ptr<const void> place, ReserveCache(session_));
+      const WorkerPool::Owner owner = WorkerPool::OwnerOf(PayerName(config.tenant));
       context.releaseParams();
       Gpu* gpu = nullptr;
       if (config.device != CacheConfig::kHost) {
@@ -115,15 +116,14 @@ class DaemonService final : public api::Daemon::Server {
       }
       // A codec may read a large artifact, and work on it.
       return OnWorker<absl::StatusOr<Codecs>>(
-                 MakingWorkers(parts_.codec_workers, config.codec, parts_.background), parts_.queue,
-                 WorkerPool::OwnerOf(PayerName(config.tenant)),
+                 MakingWorkers(parts_.codec_workers, config.codec, parts_.background), parts_.queue, owner,
                  [registry = parts_.registry, config, gpu] { return MakeCodecs(*registry, config, gpu); })
-          .then([context, session = session_, parts = &parts_.cache, config,
+          .then([context, session = session_, parts = &parts_.cache, config, owner,
                  place = std::move(place)](absl::StatusOr<Codecs> codecs) mutable {
             // Workers may be done with many at once.
-            return parts->sequence.long_calls->Next().then([context, session = std::move(session), parts,
-                                                            config = std::move(config), place = std::move(place),
-                                                            codecs = std::move(codecs)]() mutable {
+            return parts->sequence.long_calls->Next(owner).then([context, session = std::move(session), parts,
+                                                                 config = std::move(config), place = std::move(place),
+                                                                 codecs = std::move(codecs)]() mutable {
               const LoopTurn turn(session->calls().turns(), MethodName(Method::kOpenCache));
               const absl::Status status =
                   OpenCache(session, *parts, std::move(place), config, std::move(codecs), context);

@@ -19,7 +19,7 @@ namespace kvmanager {
 inline kj::Promise<void> DoLongCall(std::shared_ptr<Session> session, Method method, const SequenceParts& parts,
                                     WorkerPool::Owner owner, std::shared_ptr<LongCall> call) {
   auto next = std::make_shared<LongCall::Next>();
-  return InTurns(session, method, parts.long_calls,
+  return InTurns(session, method, parts.long_calls, owner,
                  [call, next] { return (*next = call->DoPiece()) == LongCall::Next::kPiece; })
       .then([session, method, &parts, owner, call, next]() mutable -> kj::Promise<void> {
         if (*next == LongCall::Next::kDone) return kj::READY_NOW;

@@ -154,7 +154,8 @@ absl::StatusOr<kj::Promise<void>> HostCalls::AppendAndAttend(const std::shared_p
 }
 
 kj::Promise<void> HostCalls::AppendInTurns(const std::shared_ptr<LargeStep>& large, StepContext& context) const {
-  return InTurns(large->session, Method::kStep, parts_.long_calls, [large] { return large->lease->ReserveNext(); })
+  return InTurns(large->session, Method::kStep, parts_.long_calls, large->cache.owner,
+                 [large] { return large->lease->ReserveNext(); })
       .then([this, large] {
         return OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, large->cache.owner,
                                [large] { return large->lease->WriteNext(); });
@@ -162,7 +163,7 @@ kj::Promise<void> HostCalls::AppendInTurns(const std::shared_ptr<LargeStep>& lar
       .then([this, large] {
         large->status = large->CheckArenas();
         if (!large->status.ok()) return kj::Promise<void>(kj::READY_NOW);
-        return InTurns(large->session, Method::kStep, parts_.long_calls,
+        return InTurns(large->session, Method::kStep, parts_.long_calls, large->cache.owner,
                        [large] { return large->lease->CommitNext(); });
       })
       .then([this, large, context]() mutable {
@@ -202,7 +203,7 @@ absl::StatusOr<kj::Promise<void>> HostCalls::Attend(const std::shared_ptr<Sessio
 }
 
 kj::Promise<void> HostCalls::AttendInTurns(const std::shared_ptr<LargeStep>& large, StepContext& context) const {
-  return InTurns(large->session, Method::kStep, parts_.long_calls,
+  return InTurns(large->session, Method::kStep, parts_.long_calls, large->cache.owner,
                  [large] { return large->listing->DoPiece() == LongCall::Next::kPiece; })
       .then([this, large, context]() mutable {
         const LoopTurn turn(large->session->calls().turns(), MethodName(Method::kStep));

@@ -19,16 +19,16 @@ inline kj::Promise<void> WhenMore(DiskLoad& load) {
   return kj::mv(more.promise);
 }
 
-/// Resolves once the load is done; nullptr is.
+/// Resolves once the load is done; nullptr is. owner: whose work it is.
 inline kj::Promise<void> LoadBlocks(std::shared_ptr<Session> session, Method method, TakingTurns* turns,
-                                    std::shared_ptr<DiskLoad> load) {
+                                    WorkerPool::Owner owner, std::shared_ptr<DiskLoad> load) {
   if (load == nullptr) return kj::READY_NOW;
-  return InTurns(session, method, turns, [load] { return load->DoPiece(); })
-      .then([session, method, turns, load]() mutable -> kj::Promise<void> {
+  return InTurns(session, method, turns, owner, [load] { return load->DoPiece(); })
+      .then([session, method, turns, owner, load]() mutable -> kj::Promise<void> {
         if (load->done()) return kj::READY_NOW;
         kj::Promise<void> more = WhenMore(*load);
-        return more.then([session = std::move(session), method, turns, load = std::move(load)]() mutable {
-          return LoadBlocks(std::move(session), method, turns, std::move(load));
+        return more.then([session = std::move(session), method, turns, owner, load = std::move(load)]() mutable {
+          return LoadBlocks(std::move(session), method, turns, owner, std::move(load));
         });
       });
 }

@@ -55,13 +55,13 @@ class RetainCall {
   absl::Status status_;
 };
 
-/// Does and answers a call, whose parameters and results are alike in both interfaces.
+/// Does and answers a call, whose parameters and results are alike in both interfaces. owner: whose work it is.
 template <typename Context>
-kj::Promise<void> Retain(std::shared_ptr<Session> session, TakingTurns* turns, CacheDirectory* caches, CacheId cache,
-                         Context context) {
+kj::Promise<void> Retain(std::shared_ptr<Session> session, TakingTurns* turns, WorkerPool::Owner owner,
+                         CacheDirectory* caches, CacheId cache, Context context) {
   const auto params = context.getParams();
   auto call = std::make_shared<RetainCall>(caches, cache, params.getNames(), params.getPriority(), params.getTtlMs());
-  return InTurns(session, Method::kRetain, turns, [call] { return call->DoPiece(); })
+  return InTurns(session, Method::kRetain, turns, owner, [call] { return call->DoPiece(); })
       .then([session, call, context]() mutable {
         if (!call->status().ok()) return ServeError(*session, Method::kRetain, call->status(), context);
         auto results = context.getResults();

@@ -185,7 +185,8 @@ class SequenceService final : public api::Sequence::Server {
       auto names = std::make_shared<BlockNamesReader>("names", context.getParams().getNames(), limits::kBlockNamesMax);
       // What the client sends next finds the names, or none of them.
       auto reading = session_->messages().HoldReading();
-      return InTurns(session_, Method::kPublish, parts_.long_calls, [names] { return names->ReadNext(); })
+      return InTurns(session_, Method::kPublish, parts_.long_calls, bound_->cache.owner,
+                     [names] { return names->ReadNext(); })
           .then([this, context, names, reading = std::move(reading)]() mutable -> kj::Promise<void> {
             if (!names->status().ok()) {
               ServeError(*session_, Method::kPublish, names->status(), context);

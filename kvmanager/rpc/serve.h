@@ -77,9 +77,9 @@ void ServeError(Session& session, Method method, const absl::Status& status, Con
 }
 
 /// Calls `step` until it returns false, in turns of the loop between which others are served. `step` may read the
-/// call's parameters.
+/// call's parameters. owner: whose work it is.
 inline kj::Promise<void> InTurns(std::shared_ptr<Session> session, Method method, TakingTurns* turns,
-                                 absl::AnyInvocable<bool()> step) {
+                                 WorkerPool::Owner owner, absl::AnyInvocable<bool()> step) {
   bool more = true;
   KJ_IF_MAYBE (exception, kj::runCatchingExceptions([&] {
                  const LoopTurn watched(session->calls().turns(), MethodName(method));
@@ -89,9 +89,10 @@ inline kj::Promise<void> InTurns(std::shared_ptr<Session> session, Method method
     return kj::mv(*exception);
   }
   if (!more) return kj::READY_NOW;
-  return turns->Next().then([session = std::move(session), method, turns, step = std::move(step)]() mutable {
-    return InTurns(std::move(session), method, turns, std::move(step));
-  });
+  return turns->Next(owner).then(
+      [session = std::move(session), method, turns, owner, step = std::move(step)]() mutable {
+        return InTurns(std::move(session), method, turns, owner, std::move(step));
+      });
 }
 
 inline absl::StatusOr<kj::Promise<void>> Done() { return kj::Promise<void>(kj::READY_NOW); }

@@ -1,5 +1,6 @@
 // Long work of all connections takes turns: between two turns of the event loop, in which others are served, one piece
-// of it goes on for a turn. So however much there is, together it holds the loop for no longer than one turn.
+// of it goes on for a turn. So however much there is, together it holds the loop for no longer than one turn. Owners
+// (tenants) go round: who asks for much waits for itself, others for one turn of each owner.
 //
 // Owned by the daemon's wiring, which runs all messages of the queue before this goes. The loop's thread.
 #pragma once
@@ -10,7 +11,9 @@
 #include <deque>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "kvmanager/base/message_queue.h"
+#include "kvmanager/base/worker_pool.h"
 
 namespace kvmanager {
 
@@ -25,22 +28,25 @@ class TakingTurns {
   TakingTurns(const TakingTurns&) = delete;
   TakingTurns& operator=(const TakingTurns&) = delete;
 
-  /// Resolves when it is the caller's turn, behind those who wait already.
-  kj::Promise<void> Next() {
-    auto turn = kj::newPromiseAndFulfiller<void>();
-    waiting_.push_back(kj::mv(turn.fulfiller));
-    Post();
-    return kj::mv(turn.promise);
+  /// Resolves when it is the caller's turn, behind those of the same owner who wait already.
+  kj::Promise<void> Next(WorkerPool::Owner owner = WorkerPool::kDaemon) {
+    Line& line = lines_[owner];
+    if (line.empty()) round_.push_back(owner);
+    return WaitIn(line);
   }
-  /// The same, before all who wait already: of work that gives back what they ask for.
-  kj::Promise<void> NextOfAll() {
-    auto turn = kj::newPromiseAndFulfiller<void>();
-    waiting_.push_front(kj::mv(turn.fulfiller));
-    Post();
-    return kj::mv(turn.promise);
-  }
+  /// The same, before all others: of work that gives back what they ask for.
+  kj::Promise<void> NextOfAll() { return WaitIn(first_); }
 
  private:
+  using Fulfiller = kj::Own<kj::PromiseFulfiller<void>>;
+  using Line = std::deque<Fulfiller>;
+
+  kj::Promise<void> WaitIn(Line& line) {
+    auto turn = kj::newPromiseAndFulfiller<void>();
+    line.push_back(kj::mv(turn.fulfiller));
+    Post();
+    return kj::mv(turn.promise);
+  }
   void Post() {
     if (posted_) return;
     posted_ = true;
@@ -51,17 +57,36 @@ class TakingTurns {
   }
   void Give() {
     posted_ = false;
-    // Those that were given up have no turn.
-    while (waiting_.size() > 1 && !waiting_.front()->isWaiting()) waiting_.pop_front();
-    kj::Own<kj::PromiseFulfiller<void>> turn = kj::mv(waiting_.front());
-    waiting_.pop_front();
-    turn->fulfill();
-    if (!waiting_.empty()) Post();
+    while (!first_.empty() || !round_.empty()) {
+      Fulfiller turn = Take();
+      if (!turn->isWaiting()) continue;  // it was given up
+      turn->fulfill();
+      break;
+    }
+    if (!first_.empty() || !round_.empty()) Post();
+  }
+  Fulfiller Take() {
+    if (!first_.empty()) return TakeFrom(first_);
+    const WorkerPool::Owner owner = round_.front();
+    round_.pop_front();
+    Line& line = lines_.at(owner);
+    Fulfiller turn = TakeFrom(line);
+    line.empty() ? void(lines_.erase(owner)) : round_.push_back(owner);
+    return turn;
+  }
+  // The first that was not given up, or the last.
+  static Fulfiller TakeFrom(Line& line) {
+    while (line.size() > 1 && !line.front()->isWaiting()) line.pop_front();
+    Fulfiller turn = kj::mv(line.front());
+    line.pop_front();
+    return turn;
   }
 
   MessageQueue* const queue_;
-  std::deque<kj::Own<kj::PromiseFulfiller<void>>> waiting_;
-  bool posted_ = false;  // exactly while somebody waits
+  Line first_;
+  absl::flat_hash_map<WorkerPool::Owner, Line> lines_;  // none is empty
+  std::deque<WorkerPool::Owner> round_;                 // each that has a line once, in the order of their turns
+  bool posted_ = false;                                 // exactly while somebody waits
   kj::Promise<void> giving_ = nullptr;
 };
 

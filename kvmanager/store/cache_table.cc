@@ -118,7 +118,7 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   cache->tenant_label = TenantLabel(config.tenant);
   cache->owner = WorkerPool::OwnerOf(PayerName(config.tenant));
   caches_.emplace(cache->id, cache);
-  ++of_payer_[cache->payer];
+  of_payer_.Add(cache->payer);
   by_opened_.emplace(cache->opened, cache.get());
   by_digest_.emplace(std::pair(cache->digest, config.device), cache->id);
   parts_.metrics->caches.Increment();
@@ -131,7 +131,7 @@ void CacheTable::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
   if (caches_.erase(cache->id) == 0) return;
   by_digest_.erase({cache->digest, cache->config.device});
   by_opened_.erase(cache->opened);
-  if (const auto of_payer = of_payer_.find(cache->payer); --of_payer->second == 0) of_payer_.erase(of_payer);
+  of_payer_.Remove(cache->payer);
   parts_.metrics->caches.Decrement();
   parts_.tenants->Drop(cache->config.tenant);
 }
@@ -141,8 +141,7 @@ absl::Status CacheTable::MakePlace(PayerId payer) {
     return FieldError(absl::StatusCode::kResourceExhausted, field, absl::StrCat(used),
                       absl::StrCat("below ", most, " in use to open another; end sequences or purge blocks"));
   };
-  const auto of_payer = of_payer_.find(payer);
-  const size_t own = of_payer == of_payer_.end() ? 0 : of_payer->second;
+  const uint64_t own = of_payer_.Of(payer);
   if (own >= kTenantCachesMax && !CloseLeastRecentlyOpened(&payer)) {
     return refuse("open caches of this tenant", own, kTenantCachesMax);
   }

@@ -12,6 +12,7 @@
 #include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
 #include "kvmanager/base/clock.h"
+#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/cache.h"
@@ -97,7 +98,7 @@ class CacheTable final : public CacheDirectory {
   uint64_t opens_ = 0;
   std::map<CacheId, std::shared_ptr<Cache>> caches_;
   absl::flat_hash_map<std::pair<CacheDigest, int>, CacheId> by_digest_;  // and device
-  absl::flat_hash_map<PayerId, size_t> of_payer_;                        // how many; none is 0
+  OwnerCounts<PayerId> of_payer_;                                        // how many
   absl::btree_map<uint64_t, Cache*> by_opened_;                          // the least recently opened first
 };
 

@@ -2,12 +2,11 @@
 // finds room. The store's thread.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/slot_pool.h"
 #include "kvmanager/store/step_lease.h"
@@ -18,31 +17,16 @@ class LeasePages {
  public:
   /// Whether leases of a payer may read `pages` more. Errors: RESOURCE_EXHAUSTED.
   absl::Status Check(PayerId payer, uint64_t pages) const {
-    const auto of_payer = of_payer_.find(payer);
-    const uint64_t own = of_payer == of_payer_.end() ? 0 : of_payer->second;
-    KV_RETURN_IF_ERROR(Check("pages under this tenant's attend leases", own, pages, kTenantLeasePagesMax));
-    return Check("pages under attend leases", all_, pages, kLeasePagesMax);
+    KV_RETURN_IF_ERROR(
+        Check("pages under this tenant's attend leases", counts_.Of(payer), pages, kTenantLeasePagesMax));
+    return Check("pages under attend leases", counts_.all(), pages, kLeasePagesMax);
   }
   /// They may.
-  void Add(PayerId payer, uint64_t pages) {
-    if (pages == 0) return;
-    all_ += pages;
-    of_payer_[payer] += pages;
-  }
-  void Remove(PayerId payer, uint64_t pages) {
-    if (pages == 0) return;
-    all_ -= pages;
-    const auto of_payer = of_payer_.find(payer);
-    if ((of_payer->second -= pages) == 0) of_payer_.erase(of_payer);
-  }
+  void Add(PayerId payer, uint64_t pages) { counts_.Add(payer, pages); }
+  void Remove(PayerId payer, uint64_t pages) { counts_.Remove(payer, pages); }
 
-  uint64_t all() const { return all_; }
-  /// Of the payer who has most.
-  uint64_t most() const {
-    uint64_t most = 0;
-    for (const auto& [payer, pages] : of_payer_) most = std::max(most, pages);
-    return most;
-  }
+  uint64_t all() const { return counts_.all(); }
+  uint64_t most() const { return counts_.most(); }
 
  private:
   static absl::Status Check(const char* field, uint64_t used, uint64_t pages, uint64_t most) {
@@ -51,8 +35,7 @@ class LeasePages {
                       absl::StrCat("at most ", most));
   }
 
-  uint64_t all_ = 0;
-  absl::flat_hash_map<PayerId, uint64_t> of_payer_;  // none is 0
+  OwnerCounts<PayerId> counts_;
 };
 
 }  // namespace kvmanager

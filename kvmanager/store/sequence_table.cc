@@ -28,14 +28,13 @@ absl::StatusOr<Sequence*> SequenceTable::FindWhole(SequenceId id) const {
 }
 
 absl::Status SequenceTable::CheckLimit(const Cache& cache, size_t blocks) const {
-  const auto of_payer = of_payer_.find(cache.payer);
-  const Use use = of_payer == of_payer_.end() ? Use() : of_payer->second;
   const struct {
     const char* what;
     uint64_t has, more, max;
   } bounds[] = {{"open sequences", sequences_.size(), 1, kSequencesMax},
-                {"open sequences of this tenant", use.sequences, 1, kTenantSequencesMax},
-                {"blocks that this tenant's sequences began with", use.shared_blocks, blocks, kTenantSharedBlocksMax}};
+                {"open sequences of this tenant", of_payer_.Of(cache.payer), 1, kTenantSequencesMax},
+                {"blocks that this tenant's sequences began with", shared_blocks_.Of(cache.payer), blocks,
+                 kTenantSharedBlocksMax}};
   for (const auto& [what, has, more, max] : bounds) {
     if (has + more <= max) continue;
     return FieldError(absl::StatusCode::kResourceExhausted, what, absl::StrCat(has),
@@ -46,10 +45,8 @@ absl::Status SequenceTable::CheckLimit(const Cache& cache, size_t blocks) const 
 
 void SequenceTable::WriteUse(StoreUse* use) const {
   use->sequences = sequences_.size();
-  for (const auto& [payer, of] : of_payer_) {
-    use->tenant_sequences = std::max<uint64_t>(use->tenant_sequences, of.sequences);
-    use->tenant_shared_blocks = std::max(use->tenant_shared_blocks, of.shared_blocks);
-  }
+  use->tenant_sequences = of_payer_.most();
+  use->tenant_shared_blocks = shared_blocks_.most();
 }
 
 absl::Status SequenceTable::CheckNew(const Cache& cache, absl::Span<const BlockName> prefix,
@@ -77,9 +74,8 @@ SequenceId SequenceTable::Show(std::unique_ptr<Sequence> sequence) {
   ++sequence->cache->sequences;
   sequence->cache->wanted = true;
   sequence->shared_blocks = sequence->blocks.size();
-  Use& use = of_payer_[sequence->cache->payer];
-  ++use.sequences;
-  use.shared_blocks += sequence->shared_blocks;
+  of_payer_.Add(sequence->cache->payer);
+  shared_blocks_.Add(sequence->cache->payer, sequence->shared_blocks);
   parts_.metrics->sequences.Increment();
   sequences_.emplace(id, std::move(sequence));
   return id;
@@ -279,9 +275,8 @@ void SequenceTable::Drop(SequenceId id) {
   parts_.indexes->Drop(*sequence);
   Leave(*sequence, 0);
   --sequence->cache->sequences;
-  const auto of_payer = of_payer_.find(sequence->cache->payer);
-  of_payer->second.shared_blocks -= sequence->shared_blocks;
-  if (--of_payer->second.sequences == 0) of_payer_.erase(of_payer);
+  of_payer_.Remove(sequence->cache->payer);
+  shared_blocks_.Remove(sequence->cache->payer, sequence->shared_blocks);
   parts_.metrics->sequences.Decrement();
 }
 

@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/clock.h"
+#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/store/arrival_lease.h"
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/cache_table.h"
@@ -110,11 +111,7 @@ class SequenceTable {
   absl::flat_hash_set<const Sequence*> hidden_;
   std::deque<Left> left_;
   std::function<void()> on_leftovers_ = [] {};
-  struct Use {
-    size_t sequences = 0;
-    uint64_t shared_blocks = 0;
-  };
-  absl::flat_hash_map<PayerId, Use> of_payer_;  // of those in sequences_
+  OwnerCounts<PayerId> of_payer_, shared_blocks_;  // how many of those in sequences_, and with what they began
 };
 
 }  // namespace kvmanager

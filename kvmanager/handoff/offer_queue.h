@@ -1,0 +1,96 @@
+// Hand-offs that wait for room here, in the order of coming. None passes another of its payer, nor one that waits for
+// what all payers share: so that a large one is not passed for ever by small ones. One that waits for its own payer's
+// share keeps no other payer's waiting. The loop's thread.
+#pragma once
+
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "kvmanager/base/owner_counts.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/handoff/limits.h"
+
+namespace kvmanager {
+
+/// Offer: has `std::string payer` (payer_name.h) and `absl::Status full`, why there is no room for it.
+template <typename Offer>
+class OfferQueue {
+ public:
+  /// Whether one that comes now need not wait for others. Errors: RESOURCE_EXHAUSTED.
+  absl::Status CheckTurn(absl::string_view payer) const {
+    const size_t own = CountOf(payer);
+    if (own > 0) return Refused(kOfTenant, own, "none, for another to be received at once");
+    for (const auto& each : waiting_) {
+      if (!IsOfTenant(each->full)) return Refused("", size(), "none, for another to be received at once");
+    }
+    return absl::OkStatus();
+  }
+  /// Whether one more may wait. Errors: RESOURCE_EXHAUSTED.
+  absl::Status CheckPlace(absl::string_view payer) const {
+    const size_t own = CountOf(payer);
+    if (own >= limits::kTenantOffersWaitingMax) {
+      return Refused(kOfTenant, own, absl::StrCat("below ", limits::kTenantOffersWaitingMax));
+    }
+    if (size() >= limits::kOffersWaitingMax) {
+      return Refused("", size(), absl::StrCat("below ", limits::kOffersWaitingMax));
+    }
+    return absl::OkStatus();
+  }
+  void Push(std::shared_ptr<Offer> offer) { waiting_.push_back(std::move(offer)); }
+  /// The same offer, which waits no more; nullptr: it did not.
+  std::shared_ptr<Offer> Take(const Offer* offer) {
+    const auto found =
+        std::find_if(waiting_.begin(), waiting_.end(), [&](const auto& each) { return each.get() == offer; });
+    if (found == waiting_.end()) return nullptr;
+    std::shared_ptr<Offer> taken = std::move(*found);
+    waiting_.erase(found);
+    return taken;
+  }
+  std::deque<std::shared_ptr<Offer>> TakeAll() { return std::exchange(waiting_, {}); }
+  /// There may be room: `accept` is asked for each whose turn it is, and answers it or says why it goes on waiting.
+  void Retry(absl::FunctionRef<absl::Status(const std::shared_ptr<Offer>&)> accept) {
+    std::vector<std::string> full;  // payers
+    for (size_t at = 0; at < waiting_.size();) {
+      const auto place = waiting_.begin() + static_cast<std::ptrdiff_t>(at);
+      std::shared_ptr<Offer> offer = *place;
+      if (std::find(full.begin(), full.end(), offer->payer) != full.end()) {
+        ++at;
+        continue;
+      }
+      waiting_.erase(place);
+      absl::Status status = accept(offer);
+      if (status.ok()) continue;
+      offer->full = std::move(status);
+      full.push_back(offer->payer);
+      const bool of_tenant = IsOfTenant(offer->full);
+      waiting_.insert(waiting_.begin() + static_cast<std::ptrdiff_t>(at++), std::move(offer));
+      if (!of_tenant) return;
+    }
+  }
+
+  bool empty() const { return waiting_.empty(); }
+  size_t size() const { return waiting_.size(); }
+  const std::deque<std::shared_ptr<Offer>>& all() const { return waiting_; }
+
+ private:
+  size_t CountOf(absl::string_view payer) const {
+    return static_cast<size_t>(
+        std::count_if(waiting_.begin(), waiting_.end(), [&](const auto& each) { return each->payer == payer; }));
+  }
+  static absl::Status Refused(absl::string_view whose, size_t has, absl::string_view bound) {
+    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("hand-offs that wait for room", whose),
+                      absl::StrCat(has), bound);
+  }
+
+  std::deque<std::shared_ptr<Offer>> waiting_;
+};
+
+}  // namespace kvmanager
