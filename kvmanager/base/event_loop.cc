@@ -25,7 +25,7 @@ void EventLoop::Run(absl::FunctionRef<bool()> done) {
   uint64_t seen = activity_;
   int64_t spin_until_ns = 0;
   for (;;) {
-    if (queue_->RunAll()) NoteActivity();
+    if (queue_->RunSome()) NoteActivity();
     events_.run();
     if (done()) return;
     port_.poll();
@@ -48,7 +48,7 @@ void EventLoop::RunReady() {
   do {
     events_.run();
     port_.poll();
-  } while (queue_->RunAll() || events_.isRunnable());
+  } while (queue_->RunSome() || events_.isRunnable());
 }
 
 }  // namespace kvmanager

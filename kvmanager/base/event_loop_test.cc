@@ -32,7 +32,7 @@ TEST(EventLoopTest, RunsMessagesInOrder) {
     EventLoop loop(&queue, busy_poll_us);
     loop.Run([&] { return total == kThreads * kMessages; });
     for (std::thread& thread : threads) thread.join();
-    EXPECT_FALSE(queue.RunAll());
+    EXPECT_FALSE(queue.RunSome());
   }
 }
 
@@ -127,13 +127,36 @@ TEST(MessageQueueTest, MessagesOfARunAreLeftForTheNext) {
     ++ran;
     queue.Post([&] { ++ran; });
   });
-  EXPECT_TRUE(queue.RunAll());
+  EXPECT_TRUE(queue.RunSome());
   EXPECT_EQ(ran, 1);
   EXPECT_FALSE(queue.PrepareSleep());
-  EXPECT_TRUE(queue.RunAll());
+  EXPECT_TRUE(queue.RunSome());
   EXPECT_EQ(ran, 2);
   EXPECT_TRUE(queue.PrepareSleep());
   queue.Awake();
+}
+
+TEST(MessageQueueTest, ManyMessagesTakeTurns) {
+  MessageQueue queue;
+  std::vector<int> ran;
+  for (int i = 0; i < 100; ++i) {
+    queue.Post([&ran, i] {
+      ran.push_back(i);
+      const auto until = std::chrono::steady_clock::now() + MessageQueue::kTurn / 10;
+      while (std::chrono::steady_clock::now() < until) {
+      }
+    });
+  }
+  EXPECT_TRUE(queue.RunSome());
+  EXPECT_LE(ran.size(), 10u);
+  EXPECT_FALSE(queue.PrepareSleep());
+  queue.Post([&] { ran.push_back(100); });
+  while (queue.RunSome()) {
+  }
+  EXPECT_TRUE(queue.PrepareSleep());
+  queue.Awake();
+  ASSERT_EQ(ran.size(), 101u);
+  for (int i = 0; i <= 100; ++i) EXPECT_EQ(ran[i], i);
 }
 
 }  // namespace

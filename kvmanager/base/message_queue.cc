@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kvmanager/base/status.h"
+#include "kvmanager/base/worker_pool.h"
 
 namespace kvmanager {
 
@@ -28,21 +29,24 @@ void MessageQueue::Post(Message message) {
   }
 }
 
-bool MessageQueue::RunAll() {
-  {
+bool MessageQueue::RunSome() {
+  if (next_ == running_.size()) {
+    running_.clear();
+    next_ = 0;
     MutexLock lock(mutex_);
     if (queued_.empty()) return false;
     running_.swap(queued_);
   }
-  for (Message& message : running_) {
+  const Turn turn(kTurn);
+  do {
+    Message message = std::move(running_[next_++]);
     message();
-    message = nullptr;
-  }
-  running_.clear();
+  } while (next_ < running_.size() && !turn.over());
   return true;
 }
 
 bool MessageQueue::PrepareSleep() {
+  if (next_ < running_.size()) return false;
   MutexLock lock(mutex_);
   if (!queued_.empty()) return false;
   sleeping_ = true;

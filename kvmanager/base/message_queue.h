@@ -8,6 +8,8 @@
 // has written the eventfd.
 #pragma once
 
+#include <chrono>
+#include <cstddef>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -19,6 +21,9 @@ class MessageQueue {
  public:
   using Message = absl::AnyInvocable<void()>;
 
+  /// Workers may end thousands of small tasks while the loop does something else.
+  static constexpr std::chrono::microseconds kTurn{1000};
+
   MessageQueue();
   ~MessageQueue();
   MessageQueue(const MessageQueue&) = delete;
@@ -26,8 +31,9 @@ class MessageQueue {
 
   void Post(Message message);
 
-  /// Runs what is queued, and what that queues on this thread is left for the next call. False: there was nothing.
-  bool RunAll();
+  /// Runs what is queued, for a turn of kTurn; the rest, and what they queue on this thread, is left for the next call.
+  /// False: there was nothing.
+  bool RunSome();
   /// Says that the loop is about to block on fd(). False: a message is waiting, do not block.
   bool PrepareSleep();
   /// Takes back PrepareSleep and empties fd().
@@ -39,7 +45,9 @@ class MessageQueue {
   Mutex mutex_;
   std::vector<Message> queued_ ABSL_GUARDED_BY(mutex_);
   bool sleeping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<Message> running_;  // the loop's thread; kept for its capacity
+  // The loop's thread.
+  std::vector<Message> running_;  // kept for its capacity
+  size_t next_ = 0;               // of running_
 };
 
 }  // namespace kvmanager

@@ -160,7 +160,7 @@ class Walk {
       int looked = 0;
       ASSERT_TRUE(loop_.RunUntil([&] { return ++looked > 3 || (on_way_.empty() && reads_ == 0); }));
     }
-    loop_.queue().RunAll();
+    loop_.queue().RunSome();
     (*disk_)->CheckInvariants();
     EXPECT_EQ((*disk_)->use().blocks, there_.size());
     EXPECT_LE((*disk_)->use().used_bytes, (*disk_)->use().capacity_bytes);

@@ -254,7 +254,7 @@ void MeasureLoad(const std::string& folder, uint64_t records) {
   std::vector<double> turns;
   while (!disk->loaded()) {
     const double turn = Seconds();
-    if (!loop.queue().RunAll()) {
+    if (!loop.queue().RunSome()) {
       std::this_thread::yield();
       continue;
     }

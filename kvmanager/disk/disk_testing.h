@@ -88,7 +88,7 @@ class TestLoop {
   /// False: it did not happen within a minute or five.
   bool RunUntil(absl::FunctionRef<bool()> done) {
     for (int waited = 0; !done();) {
-      if (queue_.RunAll()) continue;
+      if (queue_.RunSome()) continue;
       if (!queue_.PrepareSleep()) continue;
       pollfd fd = {queue_.fd(), POLLIN, 0};
       waited += poll(&fd, 1, 1000) == 0 ? 1 : 0;
