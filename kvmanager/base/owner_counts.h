@@ -5,16 +5,12 @@
 #include <cstdint>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/status/status.h"
-#include "absl/strings/match.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
 
 /// The end of an error's field where the bound is one tenant's own, which leaves others room.
 inline constexpr char kOfTenant[] = " of this tenant";
-/// Whether an error is about such a bound.
-inline bool IsOfTenant(const absl::Status& status) { return absl::EndsWith(DetailOf(status).field, kOfTenant); }
 
 /// An owner who has nothing takes no memory. One thread.
 template <typename Owner>

@@ -133,6 +133,8 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "connections of a user's processes, over Unix sockets"},
       {"user_arena_bytes", kUser, kBytes, ArenaBytes::OfUserMax(o.arena_bytes), "--arena-bytes", &Use::user_arena_bytes,
        "memory shared with a user's engines: three quarters of arena_bytes"},
+      {"user_gpu_streams", kUser, "streams", DeviceStreams::kUserStreamsMax, nullptr, nullptr,
+       "streams of a user's engines on each GPU"},
       {"host_connections", kHost, "connections", limits::kConnectionsOfHostMax, nullptr, &Use::host_connections,
        "connections of a host, over TCP"},
       {"process_connections", kProcess, "connections", limits::kConnectionsOfProcessMax, nullptr,

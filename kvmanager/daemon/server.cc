@@ -134,6 +134,7 @@ class ServerImpl final : public Server {
     incoming.store_metrics = &metrics_.store;
     incoming.registry = &registry_;
     incoming.workers = workers_.get();
+    incoming.background = background_.get();
     incoming.codec_workers = &plugins_.workers();
     incoming.queue = &queue_;
     incoming.clock = &clock_;
@@ -394,7 +395,8 @@ class ServerImpl final : public Server {
     tenant_gauges_.Set(*store_);
     devices_.Look(store_.get());
     store_->long_calls().LookAgain();
-    for (MessageRoom* const room : {&running_->requests, &running_->replies}) room->Look();
+    const bool others_wait = running_->requests.keeps_waiting() || running_->replies.keeps_waiting();
+    for (MessageRoom* const room : {&running_->requests, &running_->replies}) room->Look(others_wait);
     metrics_.messages.Set(running_->requests, running_->replies);
     return running_->loop.timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
   }

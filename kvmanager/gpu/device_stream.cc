@@ -113,8 +113,15 @@ void DeviceStreams::SetLoop(EventLoop* loop) {
   if (loop_ != nullptr) Watch();
 }
 
-absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
+absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open(uint32_t user) {
   Collect();
+  const auto own =
+      std::count_if(open_.begin(), open_.end(), [user](const DeviceStream* each) { return each->user_ == user; });
+  if (own >= kUserStreamsMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted,
+                      absl::StrCat("streams of this user on GPU ", device_->info().ordinal), absl::StrCat(own + 1),
+                      absl::StrCat("at most ", kUserStreamsMax));
+  }
   if (free_.empty() && slots_.size() == kStreamsMax) {
     return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("streams of GPU ", device_->info().ordinal),
                       absl::StrCat(kStreamsMax + 1),
@@ -146,7 +153,7 @@ absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
   free_.pop_back();
   slot->plans->released.store(0, std::memory_order_release);
   // Shared by the capability and the calls that use it.
-  std::shared_ptr<DeviceStream> stream(new DeviceStream(this, next_id_++, slot, std::move(words)));
+  std::shared_ptr<DeviceStream> stream(new DeviceStream(this, next_id_++, user, slot, std::move(words)));
   open_.push_back(stream.get());
   ShowCounts();
   return stream;

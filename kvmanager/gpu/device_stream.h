@@ -83,11 +83,11 @@ class DeviceStream {
     uint64_t submitted = 0;
     std::shared_ptr<const void> object;
   };
-  DeviceStream(DeviceStreams* streams, uint32_t id, Slot* slot, std::shared_ptr<SharedSemaphores> words)
-      : streams_(streams), id_(id), slot_(slot), words_(std::move(words)) {}
+  DeviceStream(DeviceStreams* streams, uint32_t id, uint32_t user, Slot* slot, std::shared_ptr<SharedSemaphores> words)
+      : streams_(streams), id_(id), user_(user), slot_(slot), words_(std::move(words)) {}
 
   DeviceStreams* const streams_;
-  const uint32_t id_;
+  const uint32_t id_, user_;
   Slot* const slot_;
   std::shared_ptr<SharedSemaphores> words_;  // nullptr: closed
   uint64_t done_ = 0;
@@ -98,7 +98,8 @@ class DeviceStream {
 /// The streams of one GPU.
 class DeviceStreams {
  public:
-  static constexpr uint32_t kStreamsMax = 16;  // open and draining
+  static constexpr uint32_t kStreamsMax = 16;      // open and draining
+  static constexpr uint32_t kUserStreamsMax = 12;  // open ones of one user, so that another finds room
   static constexpr size_t kRetiredMax = 64;
   static_assert(kStreamsMax + 8 < kConnectionsMax, "beside the device's own and the store's");
 
@@ -112,8 +113,8 @@ class DeviceStreams {
   /// Timers run on `loop` from now on; nullptr: there are none.
   void SetLoop(EventLoop* loop);
 
-  /// Errors: RESOURCE_EXHAUSTED.
-  absl::StatusOr<std::shared_ptr<DeviceStream>> Open();
+  /// user: whoever asks for it. Errors: RESOURCE_EXHAUSTED.
+  absl::StatusOr<std::shared_ptr<DeviceStream>> Open(uint32_t user);
   /// Blocks until all streams, which are closed, have drained and nothing is left of them. False: not within
   /// `deadline_ms`.
   bool Drain(int64_t deadline_ms);

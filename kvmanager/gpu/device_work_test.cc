@@ -18,7 +18,7 @@ class DeviceWorkTest : public testing::FakeGpuTest {
  protected:
   void SetUp() override {
     FakeGpuTest::SetUp();
-    stream_ = *gpu_->streams()->Open();
+    stream_ = *gpu_->streams()->Open(/*user=*/0);
     work_ = *DeviceWork::Create({store_.get(), &polls_, nullptr}, gpu_.get(), stream_);
   }
   void TearDown() override {
@@ -111,9 +111,22 @@ TEST_F(DeviceWorkTest, ForksAreWrittenWithWhatWasSubmitted) {
   store_->Drop(fork);
 }
 
+TEST_F(DeviceWorkTest, OneUserLeavesAnotherStreams) {
+  std::vector<std::shared_ptr<DeviceStream>> streams;
+  while (streams.size() + 1 < DeviceStreams::kUserStreamsMax) {
+    streams.push_back(*gpu_->streams()->Open(/*user=*/0));
+  }
+  const absl::Status refused = gpu_->streams()->Open(/*user=*/0).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+  EXPECT_EQ(DetailOf(refused).field, absl::StrCat("streams of this user on GPU ", stream_->ordinal()));
+  EXPECT_TRUE(gpu_->streams()->Open(/*user=*/1).ok());
+  streams.pop_back();
+  EXPECT_TRUE(gpu_->streams()->Open(/*user=*/0).ok());
+}
+
 // Slots that its plans may name are not given to others while it holds them: it is one holder, until it goes.
 TEST_F(DeviceWorkTest, IsAHolderOfPlansUntilItGoes) {
-  const auto stream = *gpu_->streams()->Open();
+  const auto stream = *gpu_->streams()->Open(/*user=*/0);
   ReleaseCounter counter;
   const auto next = [&] {
     const ReleaseEpochs::HolderId id = *gpu_->epochs()->AddHolder(&counter);

@@ -27,7 +27,7 @@ absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, PageS
   uint64_t most_free = 0;
   for (Gpu* const gpu : gpus) {
     if (copier == nullptr || !copier->Reaches(from, gpu->ordinal())) continue;
-    if (store.caches().IsOpen(digest, gpu->ordinal())) return gpu;
+    if (store.caches().FindOpen(digest, gpu->ordinal()).has_value()) return gpu;
     const uint64_t free = gpu->pool()->capacity_bytes() - gpu->pool()->used_bytes();
     if (chosen != nullptr && free <= most_free) continue;
     chosen = gpu;

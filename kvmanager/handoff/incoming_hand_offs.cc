@@ -7,11 +7,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "codecs/waiting_codec.h"
+#include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/gpu/make_device_codec.h"
-#include "kvmanager/handoff/limits.h"
 #include "kvmanager/handoff/manifest.h"
 #include "kvmanager/handoff/offer_bytes.h"
+#include "kvmanager/handoff/offer_check.h"
 #include "kvmanager/store/payer_name.h"
 
 namespace kvmanager {
@@ -34,7 +35,7 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
  public:
   Incoming(IncomingHandOffs* owner, std::unique_ptr<ImportLease> import, std::string peer, std::string ticket,
            uint64_t tokens, size_t first_pages, GpuLanding landing, std::shared_ptr<ProjectionSet> projections,
-           WorkerPool* workers)
+           WorkerPool* workers, WorkerPool::Owner payer)
       : peer(std::move(peer)),
         ticket(std::move(ticket)),
         tokens(tokens),
@@ -43,6 +44,7 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
         owner_(owner),
         queue_(owner->parts_.queue),
         workers_(workers),
+        payer_(payer),
         import_(std::move(import)) {
     AddTargets(first_pages, &first_targets_);
   }
@@ -71,14 +73,16 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
     }
     for (size_t at = 0; at < pages.size(); at += kValidateAtOnce) {
       const auto some = pages.subspan(at, kValidateAtOnce);
-      workers_->Post(WorkerPool::Priority::kEncode,
-                     [self = shared_from_this(), some = std::vector<uint32_t>(some.begin(), some.end())]() mutable {
-                       absl::StatusOr<std::vector<ArrivedPage>> looked = self->Validate(some);
-                       MessageQueue* const queue = self->queue_;
-                       queue->Post([self = std::move(self), looked = std::move(looked)]() mutable {
-                         self->owner_->Landed(*self, std::move(looked));
-                       });
-                     });
+      workers_->Post(
+          WorkerPool::Priority::kEncode,
+          [self = shared_from_this(), some = std::vector<uint32_t>(some.begin(), some.end())]() mutable {
+            absl::StatusOr<std::vector<ArrivedPage>> looked = self->Validate(some);
+            MessageQueue* const queue = self->queue_;
+            queue->Post([self = std::move(self), looked = std::move(looked)]() mutable {
+              self->owner_->Landed(*self, std::move(looked));
+            });
+          },
+          payer_);
     }
   }
   void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) override {
@@ -149,6 +153,7 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
   IncomingHandOffs* const owner_;
   MessageQueue* const queue_;
   WorkerPool* const workers_;            // that look at pages
+  const WorkerPool::Owner payer_;        // whose work that is
   std::unique_ptr<ImportLease> import_;  // as long as this
   std::vector<absl::Span<uint8_t>> first_targets_, last_targets_;
   std::vector<uint32_t> unwanted_;  // those that are empty
@@ -179,12 +184,13 @@ void IncomingHandOffs::Offer(std::string peer, HandOffPart part, int64_t room_ms
         offered->peer = std::move(peer);
         offered->room_ms = std::min(room_ms, kRoomMsMax);
         offered->reply = std::move(reply);
+        if (absl::Status may = CheckDrain(); !may.ok()) return Answer(*offered, std::move(may));
         absl::StatusOr<HandOffHeader> first = ParseFirstManifest(part.manifest, part.page_bytes);
         if (!first.ok()) return Answer(*offered, first.status());
         if (absl::Status may = CheckTenant(first->config.tenant); !may.ok()) return Answer(*offered, std::move(may));
         offered->first = *std::move(first);
         offered->payer = std::string(PayerName(offered->first.config.tenant));
-        if (absl::Status may = MayReceive(offered->payer); !may.ok()) return Answer(*offered, std::move(may));
+        if (absl::Status may = tickets_.CheckRoom(offered->payer); !may.ok()) return Answer(*offered, std::move(may));
         offered->gpu = part.gpu;
         Consider(std::move(offered));
       });
@@ -202,26 +208,38 @@ ReceiverLoad IncomingHandOffs::Load() const {
 
 // A codec may read a large artifact, and work on it: on a worker.
 void IncomingHandOffs::Consider(std::shared_ptr<Offered> offered) {
-  WorkerPool* const workers = MakingWorkers(parts_.codec_workers, offered->first.config.codec, parts_.workers);
-  workers->Post(WorkerPool::Priority::kEncode,
-                [this, queue = parts_.queue, registry = parts_.registry, offered = std::move(offered)]() mutable {
-                  offered->codec = CacheDirectory::MakeCodec(*registry, offered->first.config);
-                  queue->Post([this, offered = std::move(offered)]() mutable {
-                    offered->gpu == GpuName() ? TryAccept(std::move(offered)) : ConsiderGpu(std::move(offered));
-                  });
-                });
+  WorkerPool* const workers = MakingWorkers(parts_.codec_workers, offered->first.config.codec, parts_.background);
+  const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
+  auto make = [this, queue = parts_.queue, registry = parts_.registry, offered = std::move(offered)]() mutable {
+    offered->codec = CacheDirectory::MakeCodec(*registry, offered->first.config);
+    queue->Post([this, offered = std::move(offered)]() mutable {
+      if (!offered->codec.ok()) return Answer(*offered, offered->codec.status());
+      if (offered->gpu != GpuName()) return ConsiderGpu(std::move(offered));
+      std::shared_ptr<BlockCheck> check = CheckOfOffer(*parts_.store, offered->first, **offered->codec);
+      Verify(std::move(offered), std::move(check));
+    });
+  };
+  workers->Post(WorkerPool::Priority::kEncode, std::move(make), owner);
+}
+
+void IncomingHandOffs::Verify(std::shared_ptr<Offered> offered, std::shared_ptr<BlockCheck> check) {
+  if (check == nullptr || offered->gone() || !check->Next()) return TryAccept(std::move(offered));
+  const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
+  const auto compare = [check] { return check->CompareOne(); };
+  OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kEncode, owner, compare)
+      .then([this, offered = std::move(offered), check] { Verify(offered, check); })
+      .detach([](kj::Exception&& exception) { spdlog::error("event loop: {}", exception.getDescription().cStr()); });
 }
 
 // Pages of a GPU land on one at once, or the sender sends them by way of the host, where they may wait for room. What a
 // codec has on a GPU is uploaded: on a worker, too.
 void IncomingHandOffs::ConsiderGpu(std::shared_ptr<Offered> offered) {
-  if (!offered->codec.ok()) return Answer(*offered, offered->codec.status());
   const std::shared_ptr<const Codec> codec = *offered->codec;
   const auto chosen = ChooseGpu(parts_.gpus, parts_.copier, *parts_.store, offered->gpu, offered->first, *codec);
   if (!chosen.ok()) return Answer(*offered, chosen.status());
   offered->first.config.device = (*chosen)->ordinal();
-  parts_.workers->Post(WorkerPool::Priority::kEncode, [this, queue = parts_.queue, gpu = *chosen, codec,
-                                                       offered = std::move(offered)]() mutable {
+  const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
+  auto make = [this, queue = parts_.queue, gpu = *chosen, codec, offered = std::move(offered)]() mutable {
     auto made = MakeDeviceCodec(gpu->device(), gpu->streams(), *codec, offered->first.config.layers);
     queue->Post([this, gpu, made = std::move(made), offered = std::move(offered)]() mutable {
       if (!made.ok()) return Answer(*offered, OfferFromHost(made.status()));
@@ -231,12 +249,13 @@ void IncomingHandOffs::ConsiderGpu(std::shared_ptr<Offered> offered) {
           absl::IsResourceExhausted(accepted.status()) || absl::IsFailedPrecondition(accepted.status());
       Answer(*offered, by_host ? OfferFromHost(accepted.status()) : std::move(accepted));
     });
-  });
+  };
+  parts_.background->Post(WorkerPool::Priority::kEncode, std::move(make), owner);
 }
 
-absl::Status IncomingHandOffs::MayReceive(absl::string_view payer) const {
-  if (parts_.drain->on()) return absl::UnavailableError("this daemon is draining: it receives no hand-offs");
-  return tickets_.CheckRoom(payer);
+absl::Status IncomingHandOffs::CheckDrain() const {
+  return parts_.drain->on() ? absl::UnavailableError("this daemon is draining: it receives no hand-offs")
+                            : absl::OkStatus();
 }
 
 // The sender knows the name that it said; which others there are is not its to know.
@@ -253,7 +272,7 @@ void IncomingHandOffs::TryAccept(std::shared_ptr<Offered> offered) {
   if (offered->gone()) return Answer(*offered, absl::CancelledError("its sender is gone"));
   absl::Status turn = waiting_.CheckTurn(offered->payer);
   absl::StatusOr<Accepted> accepted = turn.ok() ? Accept(*offered) : std::move(turn);
-  const bool may_wait = absl::IsResourceExhausted(accepted.status()) && offered->room_ms > 0 && offered->codec.ok() &&
+  const bool may_wait = absl::IsResourceExhausted(accepted.status()) && offered->room_ms > 0 &&
                         BytesAtLeast(offered->first, (*offered->codec)->info()) <= parts_.host_pool_bytes;
   if (!may_wait) return Answer(*offered, std::move(accepted));
   if (absl::Status place = waiting_.CheckPlace(offered->payer); !place.ok()) {
@@ -280,8 +299,9 @@ void IncomingHandOffs::TryAccept(std::shared_ptr<Offered> offered) {
 }
 
 absl::StatusOr<HandOffReceiver::Accepted> IncomingHandOffs::Accept(Offered& offered) {
-  KV_RETURN_IF_ERROR(MayReceive(offered.payer));
-  KV_ASSIGN_OR_RETURN(const std::shared_ptr<const Codec> codec, offered.codec);
+  KV_RETURN_IF_ERROR(CheckDrain());
+  KV_RETURN_IF_ERROR(tickets_.CheckRoom(offered.payer));
+  const std::shared_ptr<const Codec> codec = *offered.codec;
   std::shared_ptr<ProjectionSet> projections;
   const auto recompute = [&](uint32_t layer, uint32_t pages, uint32_t with_activations) {
     return parts_.recomputer->Choose(projections.get(), HostOf(offered.peer), static_cast<int>(layer),
@@ -289,18 +309,14 @@ absl::StatusOr<HandOffReceiver::Accepted> IncomingHandOffs::Accept(Offered& offe
                                      offered.first.config.query_heads, pages, with_activations);
   };
   if (!offered.first.activations.empty()) {
-    // As the store names the cache: its config may not be canonical yet.
-    CacheConfig config = offered.first.config;
-    config.codec = codec->info().spec;
-    config.calibration_digest = codec->info().calibration_digest;
-    projections = parts_.recomputer->Find(DigestOf(config, codec->info().version));
+    projections = parts_.recomputer->Find(DigestOfOffer(offered.first, *codec));
   }
   KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import,
                       parts_.store->imports().Import(offered.first, codec, recompute));
   const std::string name = tickets_.Make(import->cache(), offered.payer, offered.first.tokens);
   Accepted accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
                                                offered.first.size(), offered.landing, std::move(projections),
-                                               WorkersOf(*codec, parts_.workers)),
+                                               WorkersOf(*codec, parts_.workers), WorkerPool::OwnerOf(offered.payer)),
                     name};
   if (offered.landing.gpu != nullptr) accepted.device = offered.landing.gpu->ordinal();
   return accepted;
@@ -318,22 +334,25 @@ void IncomingHandOffs::Answer(Offered& offered, absl::StatusOr<Accepted> accepte
 }
 
 void IncomingHandOffs::AwaitRoom() {
-  parts_.store->imports().OnRoom([this, queue = parts_.queue] {
-    queue->Post([this] {
-      if (waiting_.empty() || std::exchange(retry_due_, true)) return;
-      retry_ = loop_->timer()
-                   .afterDelay(kRoomRetryMs * kj::MILLISECONDS)
-                   .then([this] {
-                     retry_due_ = false;
-                     RetryOffers();
-                   })
-                   .eagerlyEvaluate(nullptr);
-    });
-  });
+  parts_.store->imports().OnRoom([this, queue = parts_.queue] { queue->Post([this] { RetrySoon(); }); });
+}
+
+void IncomingHandOffs::RetrySoon() {
+  if (waiting_.empty() || std::exchange(retry_due_, true)) return;
+  retry_ = loop_->timer()
+               .afterDelay(kRoomRetryMs * kj::MILLISECONDS + kRoomRetryTimes * retry_took_ns_ * kj::NANOSECONDS)
+               .then([this] {
+                 retry_due_ = false;
+                 RetryOffers();
+               })
+               .eagerlyEvaluate(nullptr);
 }
 
 void IncomingHandOffs::OfferGone() {
-  parts_.queue->Post([this] { RetryOffers(); });
+  parts_.queue->Post([this] {
+    ForgetGone();
+    RetrySoon();
+  });
 }
 
 void IncomingHandOffs::ForgetGone() {
@@ -345,6 +364,7 @@ void IncomingHandOffs::ForgetGone() {
 }
 
 void IncomingHandOffs::RetryOffers() {
+  const int64_t begun_ns = parts_.clock->NowNs();
   ForgetGone();
   waiting_.Retry([this](const std::shared_ptr<Offered>& offered) {
     absl::StatusOr<Accepted> accepted = Accept(*offered);
@@ -352,6 +372,7 @@ void IncomingHandOffs::RetryOffers() {
     Answer(*offered, std::move(accepted));
     return absl::OkStatus();
   });
+  retry_took_ns_ = parts_.clock->NowNs() - begun_ns;
   if (!waiting_.empty()) AwaitRoom();
 }
 

@@ -43,8 +43,9 @@ namespace kvmanager {
 class IncomingHandOffs final : public HandOffReceiver {
  public:
   static constexpr int64_t kRoomMsMax = 3600000;  // an offer that may wait longer waits so long
-  static constexpr int64_t kRoomRetryMs = 5;      // between looks for room, however often some is given back
-  static constexpr size_t kValidateAtOnce = 16;   // pages of one task on a worker
+  // Between looks for room, however often some is given back; and so many times as long as the last one took.
+  static constexpr int64_t kRoomRetryMs = 5, kRoomRetryTimes = 20;
+  static constexpr size_t kValidateAtOnce = 16;  // pages of one task on a worker
 
   /// What it uses. Everything outlives it.
   struct Parts {
@@ -52,6 +53,7 @@ class IncomingHandOffs final : public HandOffReceiver {
     const StoreMetrics* store_metrics = nullptr;
     const CodecRegistry* registry = nullptr;
     WorkerPool* workers = nullptr;
+    WorkerPool* background = nullptr;             // for what takes long in one piece
     const CodecWorkers* codec_workers = nullptr;  // where codecs that wait are made; nullptr: there are none
     MessageQueue* queue = nullptr;
     const Clock* clock = nullptr;
@@ -93,15 +95,18 @@ class IncomingHandOffs final : public HandOffReceiver {
   class Incoming;
   struct Offered;
 
-  absl::Status MayReceive(absl::string_view payer) const;
+  absl::Status CheckDrain() const;
   absl::Status CheckTenant(const std::string& tenant) const;
   void Consider(std::shared_ptr<Offered> offered);
   void ConsiderGpu(std::shared_ptr<Offered> offered);
+  /// Compares the bytes of what it shares with this daemon, before the store would.
+  void Verify(std::shared_ptr<Offered> offered, std::shared_ptr<BlockCheck> check);
   // Answers it, or has it wait for room.
   void TryAccept(std::shared_ptr<Offered> offered);
   absl::StatusOr<Accepted> Accept(Offered& offered);
   void Answer(Offered& offered, absl::StatusOr<Accepted> accepted);
   void AwaitRoom();
+  void RetrySoon();
   void ForgetGone();
   void RetryOffers();
 
@@ -122,6 +127,7 @@ class IncomingHandOffs final : public HandOffReceiver {
   absl::flat_hash_map<SequenceId, std::vector<kj::Own<kj::PromiseFulfiller<void>>>> arriving_;  // who waits for it
   OfferQueue<Offered> waiting_;
   bool retry_due_ = false;
+  int64_t retry_took_ns_ = 0;  // the last
   kj::Promise<void> retry_ = nullptr;
 };
 

@@ -77,8 +77,13 @@ TEST_F(IncomingOffersTest, WaitsForRoomInTheOrderOfComing) {
   EXPECT_EQ(incoming().Load().capacity_bytes, pool_bytes_);
   EXPECT_EQ(used_bytes(), full);
   GiveBackOne();
-  incoming().OfferGone();  // looks again, as the timer does
-  loop_.RunReady();
+  incoming().OfferGone();  // looks again, soon
+  bool looked = false;
+  const auto later = loop_.timer()
+                         .afterDelay(4 * IncomingHandOffs::kRoomRetryMs * kj::MILLISECONDS)
+                         .then([&] { looked = true; })
+                         .eagerlyEvaluate(nullptr);
+  loop_.Run([&] { return looked; });
   EXPECT_FALSE(first.answer.has_value() || second.answer.has_value());
   *first.gone = true;
   incoming().OfferGone();
@@ -141,8 +146,7 @@ TEST_F(IncomingOffersTest, NoMoreThanItsBoundsWait) {
   // What began to wait before the daemon drained is refused when its turn comes.
   drain_.Set(true);
   GiveBackOne();
-  incoming().OfferGone();
-  loop_.RunReady();
+  loop_.Run([&] { return peers_[limits::kOffersWaitingMax - 1]->answer.has_value(); });
   for (size_t i = 0; i < limits::kOffersWaitingMax; ++i) {
     ASSERT_TRUE(peers_[i]->answer.has_value());
     EXPECT_TRUE(absl::IsUnavailable(peers_[i]->answer->status()));

@@ -73,6 +73,7 @@ class IncomingHandOffsTest : public PageStoreTest {
       parts.store_metrics = &test().store_metrics;
       parts.registry = &test().registry;
       parts.workers = &*workers_;
+      parts.background = &*workers_;
       parts.queue = &queue_;
       parts.clock = &clock_;
       parts.recomputer = &recomputer_;

@@ -1,6 +1,5 @@
-// Hand-offs that wait for room here, in the order of coming. None passes another of its payer, nor one that waits for
-// what all payers share: so that a large one is not passed for ever by small ones. One that waits for its own payer's
-// share keeps no other payer's waiting. The loop's thread.
+// Hand-offs that wait for room here, in the order of coming. None passes another of its payer, so that a large one is
+// not passed for ever by small ones. Between payers the pool's shares decide. The loop's thread.
 #pragma once
 
 #include <algorithm>
@@ -27,11 +26,7 @@ class OfferQueue {
   /// Whether one that comes now need not wait for others. Errors: RESOURCE_EXHAUSTED.
   absl::Status CheckTurn(absl::string_view payer) const {
     const size_t own = CountOf(payer);
-    if (own > 0) return Refused(kOfTenant, own, "none, for another to be received at once");
-    for (const auto& each : waiting_) {
-      if (!IsOfTenant(each->full)) return Refused("", size(), "none, for another to be received at once");
-    }
-    return absl::OkStatus();
+    return own == 0 ? absl::OkStatus() : Refused(kOfTenant, own, "none, for another to be received at once");
   }
   /// Whether one more may wait. Errors: RESOURCE_EXHAUSTED.
   absl::Status CheckPlace(absl::string_view payer) const {
@@ -70,9 +65,7 @@ class OfferQueue {
       if (status.ok()) continue;
       offer->full = std::move(status);
       full.push_back(offer->payer);
-      const bool of_tenant = IsOfTenant(offer->full);
       waiting_.insert(waiting_.begin() + static_cast<std::ptrdiff_t>(at++), std::move(offer));
-      if (!of_tenant) return;
     }
   }
 

@@ -19,20 +19,14 @@ struct Offer {
 
 class OfferQueueTest : public ::testing::Test {
  protected:
-  // One that waits for what its payer has, or for what all have.
-  void Push(const std::string& payer, const std::string& name, bool of_tenant) {
-    queue_.Push(std::make_shared<Offer>(Offer{payer, name, Full(of_tenant)}));
+  void Push(const std::string& payer, const std::string& name) {
+    queue_.Push(std::make_shared<Offer>(Offer{payer, name, absl::ResourceExhaustedError("at first")}));
   }
-  static absl::Status Full(bool of_tenant) {
-    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("pool", of_tenant ? kOfTenant : ""), "9",
-                      "at most 8");
-  }
-  // Who is accepted, in their order; the payers that find their share full, and who finds the pool full.
-  std::vector<std::string> Retry(const std::set<std::string>& full_payers, const std::set<std::string>& full_pool) {
+  // Who is accepted, in their order; `full` are those for which there is no room.
+  std::vector<std::string> Retry(const std::set<std::string>& full) {
     std::vector<std::string> accepted;
     queue_.Retry([&](const std::shared_ptr<Offer>& offer) {
-      if (full_payers.contains(offer->payer)) return Full(true);
-      if (full_pool.contains(offer->name)) return Full(false);
+      if (full.contains(offer->name)) return absl::ResourceExhaustedError("still");
       accepted.push_back(offer->name);
       return absl::OkStatus();
     });
@@ -48,50 +42,44 @@ class OfferQueueTest : public ::testing::Test {
   OfferQueue<Offer> queue_;
 };
 
-TEST_F(OfferQueueTest, NobodyWaitsForAnothersShare) {
+TEST_F(OfferQueueTest, NonePassesAnotherOfItsPayer) {
   EXPECT_TRUE(queue_.CheckTurn("a").ok());
-  Push("a", "a1", true);
+  Push("a", "a-large");
   EXPECT_TRUE(queue_.CheckTurn("b").ok());
   const absl::Status own = queue_.CheckTurn("a");
-  EXPECT_TRUE(absl::IsResourceExhausted(own) && IsOfTenant(own)) << own;
-  Push("a", "a2", true);
-  Push("b", "b1", true);
-  EXPECT_EQ(Retry({"a"}, {}), Strings{"b1"});
-  EXPECT_EQ(Names(), (Strings{"a1", "a2"}));
-  EXPECT_EQ(Retry({}, {}), (Strings{"a1", "a2"}));
+  EXPECT_TRUE(absl::IsResourceExhausted(own)) << own;
+  EXPECT_EQ(DetailOf(own).field, "hand-offs that wait for room of this tenant");
+  Push("a", "a-small");
+  Push("b", "b-large");
+  Push("c", "c");
+  Push("b", "b-small");
+  EXPECT_EQ(Retry({"a-large", "b-large"}), Strings{"c"});
+  EXPECT_EQ(Names(), (Strings{"a-large", "a-small", "b-large", "b-small"}));
+  EXPECT_EQ(queue_.all()[0]->full.message(), "still");
+  EXPECT_EQ(queue_.all()[1]->full.message(), "at first");
+  EXPECT_EQ(Retry({"a-small"}), (Strings{"a-large", "b-large", "b-small"}));
+  EXPECT_EQ(Retry({}), Strings{"a-small"});
   EXPECT_TRUE(queue_.empty());
-}
-
-TEST_F(OfferQueueTest, NobodyPassesOneThatWaitsForThePool) {
-  Push("a", "large", false);
-  const absl::Status behind = queue_.CheckTurn("b");
-  EXPECT_TRUE(absl::IsResourceExhausted(behind) && !IsOfTenant(behind)) << behind;
-  Push("b", "small", false);
-  EXPECT_EQ(Retry({}, {"large"}), Strings{});
-  EXPECT_EQ(Names(), (Strings{"large", "small"}));
-  // Its payer's share may be what it waits for the next time.
-  EXPECT_EQ(Retry({"a"}, {}), Strings{"small"});
-  EXPECT_TRUE(queue_.CheckTurn("b").ok());
-  EXPECT_EQ(Retry({}, {}), Strings{"large"});
 }
 
 TEST_F(OfferQueueTest, APayerHasHalfOfThePlaces) {
   for (size_t i = 0; i < limits::kTenantOffersWaitingMax; ++i) {
     ASSERT_TRUE(queue_.CheckPlace("a").ok());
-    Push("a", std::to_string(i), true);
+    Push("a", std::to_string(i));
   }
-  EXPECT_TRUE(IsOfTenant(queue_.CheckPlace("a")));
+  EXPECT_EQ(DetailOf(queue_.CheckPlace("a")).field, "hand-offs that wait for room of this tenant");
   for (size_t i = 0; queue_.size() < limits::kOffersWaitingMax; ++i) {
     ASSERT_TRUE(queue_.CheckPlace(std::to_string(i)).ok());
-    Push(std::to_string(i), "", true);
+    Push(std::to_string(i), "");
   }
   const absl::Status full = queue_.CheckPlace("b");
-  EXPECT_TRUE(absl::IsResourceExhausted(full) && !IsOfTenant(full)) << full;
+  EXPECT_TRUE(absl::IsResourceExhausted(full)) << full;
+  EXPECT_EQ(DetailOf(full).field, "hand-offs that wait for room");
 }
 
 TEST_F(OfferQueueTest, OneIsTakenOnce) {
-  Push("a", "a1", true);
-  Push("b", "b1", true);
+  Push("a", "a1");
+  Push("b", "b1");
   const Offer* const second = queue_.all()[1].get();
   EXPECT_EQ(queue_.Take(second)->name, "b1");
   EXPECT_EQ(queue_.Take(second), nullptr);

@@ -12,7 +12,6 @@
 #include "kvmanager/handoff/gpu_landing.h"
 #include "kvmanager/handoff/limits.h"
 #include "kvmanager/handoff/manifest.h"
-#include "kvmanager/store/payer_name.h"
 
 namespace kvmanager {
 namespace {
@@ -23,6 +22,8 @@ HandOffPart MakePart(std::string manifest, absl::Span<const HandOffPage> pages) 
   for (const HandOffPage& page : pages) part.page_bytes.push_back(page.bytes);
   return part;
 }
+
+static_assert(kHandOffPagesMax == HandOffPart::kPagesMax);
 
 absl::Status NoGpuPages(const absl::Status& why) {
   return FieldError(absl::StatusCode::kFailedPrecondition, "gpu", std::string(why.message()), "pages that it can send");
@@ -36,23 +37,23 @@ bool WantsKeptRawInTrailer(const absl::Status& status) {
 }
 
 OutgoingHandOff::OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target)
-    : parts_(parts),
-      payer_(PayerName(lease->first().config.tenant)),
-      lease_(std::move(lease)),
-      target_(std::move(target)) {
-  parts_.active->Add(payer_);
+    : parts_(parts), lease_(std::move(lease)), target_(std::move(target)) {
+  parts_.active->Add(target_.payer);
 }
 
-OutgoingHandOff::~OutgoingHandOff() { parts_.active->Remove(payer_); }
+OutgoingHandOff::~OutgoingHandOff() { parts_.active->Remove(target_.payer); }
+
+absl::Status OutgoingHandOff::CheckRoom(const Parts& parts, const std::string& payer) {
+  const uint64_t own = parts.active->Of(payer);
+  if (own < limits::kTenantOutgoingMax) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("hand-offs being sent", kOfTenant),
+                    absl::StrCat(own), absl::StrCat("below ", limits::kTenantOutgoingMax));
+}
 
 absl::StatusOr<std::shared_ptr<OutgoingHandOff>> OutgoingHandOff::Begin(const Parts& parts,
                                                                         std::unique_ptr<ExportLease> lease,
                                                                         Target target) {
-  const uint64_t own = parts.active->Of(PayerName(lease->first().config.tenant));
-  if (own >= limits::kTenantOutgoingMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("hand-offs being sent", kOfTenant),
-                      absl::StrCat(own), absl::StrCat("below ", limits::kTenantOutgoingMax));
-  }
+  KV_RETURN_IF_ERROR(CheckRoom(parts, target.payer));
   auto made = std::make_shared<OutgoingHandOff>(parts, std::move(lease), std::move(target));
   KV_RETURN_IF_ERROR(made->FindGpu());
   KV_RETURN_IF_ERROR(made->Offer());

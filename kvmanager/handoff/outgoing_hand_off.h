@@ -49,7 +49,10 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     int64_t room_ms = 0;       // how long a receiver that is full may let it wait
     int64_t timeout_ms = 0;    // 1..kHandOffTimeoutMsMax, of what is waited for, room_ms beside
     bool will_append = false;  // as Exports::Whole's
+    std::string payer;         // whose it is (payer_name.h)
   };
+  /// Whether a payer may send one more. Errors: RESOURCE_EXHAUSTED (limits::kTenantOutgoingMax).
+  static absl::Status CheckRoom(const Parts& parts, const std::string& payer);
 
   /// Offers it and sends its pages as the lease has them, those of a GPU out of its memory. Errors: INVALID_ARGUMENT
   /// for one that is too long; RESOURCE_EXHAUSTED (limits::kTenantOutgoingMax); WantsHostPages.
@@ -84,7 +87,6 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   void Fail(absl::Status why);
 
   const Parts& parts_;                  // OutgoingHandOffs'
-  const std::string payer_;             // payer_name.h
   std::shared_ptr<ExportLease> lease_;  // nullptr once it has ended; a GPU that still works for it shares it
   const Target target_;
   Gpu* gpu_ = nullptr;                                    // whose pages they are

@@ -13,6 +13,21 @@ namespace {
 
 using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
 
+// Counts a hand-off for which a peer is still chosen.
+class Choosing {
+ public:
+  Choosing(OwnerCounts<std::string>* active, std::string payer) : active_(active), payer_(std::move(payer)) {
+    active_->Add(payer_);
+  }
+  ~Choosing() { active_->Remove(payer_); }
+  Choosing(const Choosing&) = delete;
+  Choosing& operator=(const Choosing&) = delete;
+
+ private:
+  OwnerCounts<std::string>* const active_;
+  const std::string payer_;
+};
+
 // Peers in the order in which they are tried. Owned by the step that goes on with it.
 struct Trial {
   const OutgoingHandOff::Parts& parts;
@@ -46,8 +61,9 @@ kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms
     if (!lease.ok()) return Begun(lease.status());
     trial.lease = *std::move(lease);
   }
-  auto begun = OutgoingHandOff::Begin(trial.parts, std::move(trial.lease),
-                                      {peer, room_ms, trial.targets.timeout_ms, trial.targets.will_append});
+  auto begun =
+      OutgoingHandOff::Begin(trial.parts, std::move(trial.lease),
+                             {peer, room_ms, trial.targets.timeout_ms, trial.targets.will_append, trial.targets.payer});
   if (!begun.ok()) return Begun(begun.status());
   auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
   auto accepted = (*hand_off)->Accepted();
@@ -87,7 +103,8 @@ kj::Promise<Begun> Choose(kj::Own<Trial> trial) {
   if (!lease.ok()) return Begun(lease.status());
   trial->lease = *std::move(lease);
   const uint64_t needed = NeededBytes(trial->lease->first());
-  auto asked = AskPeers(trial->parts.transport, trial->parts.loop, trial->targets.peers);
+  auto choosing = kj::heap<Choosing>(trial->parts.active, trial->targets.payer);
+  auto asked = AskPeers(trial->parts.transport, trial->parts.loop, trial->targets.peers).attach(kj::mv(choosing));
   return asked.then([trial = kj::mv(trial), needed](std::vector<PeerCandidate> candidates) mutable {
     for (const size_t i : RankPeers(candidates, needed)) trial->order.push_back(candidates[i].peer);
     for (const PeerCandidate& each : candidates) {
@@ -105,6 +122,9 @@ kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> OutgoingHandOffs::Begin(MakeE
                                                                            HandOffTargets targets) const {
   const int64_t ms = targets.timeout_ms + targets.room_ms;
   auto trial = kj::heap<Trial>(Trial{parts_, std::move(lease), std::move(targets), nullptr, {}, {}, {}, -1});
+  if (absl::Status room = OutgoingHandOff::CheckRoom(parts_, trial->targets.payer); !room.ok()) {
+    return Begun(std::move(room));
+  }
   if (trial->targets.peers.size() == 1) {
     const std::string peer = trial->targets.peers[0];
     auto tried = TryOne(*trial, peer, trial->targets.room_ms);
@@ -120,10 +140,13 @@ kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::SendTo(MakeExportLeas
                                                                   const HandOffTargets& targets, SharedBlob blob,
                                                                   KeptRaw kept_raw) const {
   using Result = absl::StatusOr<SentHandOff>;
+  // Before anything is listed and pinned.
+  if (absl::Status room = OutgoingHandOff::CheckRoom(parts_, targets.payer); !room.ok()) return Result(std::move(room));
   auto lease = make_lease(kept_raw);
   if (!lease.ok()) return Result(lease.status());
-  auto begun = OutgoingHandOff::Begin(parts_, *std::move(lease),
-                                      {targets.peers[0], targets.room_ms, targets.timeout_ms, targets.will_append});
+  auto begun = OutgoingHandOff::Begin(
+      parts_, *std::move(lease),
+      {targets.peers[0], targets.room_ms, targets.timeout_ms, targets.will_append, targets.payer});
   if (!begun.ok()) return Result(begun.status());
   auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
   auto sent = (*hand_off)->Finish(std::move(blob), targets.room_ms);

@@ -20,6 +20,7 @@ struct HandOffTargets {
   int64_t room_ms = 0;             // once every peer that answers is full: how long the best may let it wait
   int64_t timeout_ms = 0;          // as OutgoingHandOff::Target's
   bool will_append = false;        // as Exports::Whole's
+  std::string payer;               // whose it is (payer_name.h)
 };
 
 /// Leases of what is sent: one for each peer that is tried, and another for one that takes kept raw pages in the

@@ -74,6 +74,9 @@ absl::StatusOr<std::vector<std::string>> ParsePeers(absl::string_view text) {
     }
     if (peers.size() > 1) KV_RETURN_IF_ERROR(ParseHostPort("peer", peer).status());
   }
+  for (auto peer = peers.begin(); peer != peers.end();) {
+    peer = std::find(peers.begin(), peer, *peer) == peer ? peer + 1 : peers.erase(peer);
+  }
   return peers;
 }
 

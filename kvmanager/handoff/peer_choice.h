@@ -27,8 +27,8 @@ struct PeerCandidate {
 /// out.
 std::vector<size_t> RankPeers(absl::Span<const PeerCandidate> candidates, uint64_t needed_bytes);
 
-/// "HOST:PORT,HOST:PORT": 1..limits::kPeersChoiceMax. A single one is left for the transport to judge. Errors:
-/// INVALID_ARGUMENT naming "peer".
+/// "HOST:PORT,HOST:PORT": 1..limits::kPeersChoiceMax, each of them once. A single one is left for the transport to
+/// judge. Errors: INVALID_ARGUMENT naming "peer".
 absl::StatusOr<std::vector<std::string>> ParsePeers(absl::string_view text);
 
 /// Whether a client may have this daemon connect to what it names: `allowed` are the peers of --hand-off-peers,

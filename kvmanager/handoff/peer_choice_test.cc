@@ -50,8 +50,9 @@ TEST(ParsePeers, OneOrSeveral) {
   EXPECT_EQ(*peers, std::vector<std::string>({"a:1", "[::1]:2"}));
   EXPECT_EQ(ParsePeers("nowhere")->size(), 1u);
   std::string many = "a:1";
-  for (size_t i = 1; i < limits::kPeersChoiceMax; ++i) many += ",a:1";
+  for (size_t i = 1; i < limits::kPeersChoiceMax; ++i) many += absl::StrCat(",a:", i + 1);
   EXPECT_EQ(ParsePeers(many)->size(), limits::kPeersChoiceMax);
+  EXPECT_EQ(*ParsePeers("a:1,b:2,a:1,b:2,c:3"), std::vector<std::string>({"a:1", "b:2", "c:3"}));  // none twice
   for (const std::string& bad :
        {std::string(), std::string("a:1,"), std::string(",a:1"), std::string("a:1,nowhere"), many + ",a:1",
         std::string(limits::kPeerTextBytesMax + 1, 'a'), "a:1," + std::string(limits::kPeerTextBytesMax, 'a') + ":1"}) {

@@ -84,12 +84,15 @@ void Tickets::Fail(absl::string_view name, const absl::Status& why) {
   const absl::Status status =
       absl::UnavailableError(absl::StrCat("the hand-off of this sequence ended early: ", why.message()));
   for (auto& claim : ticket->claims) claim->fulfill(absl::Status(status));
-  if (failed_.size() >= kFailedMax) return;
+  if (failed_.size() >= kFailedMax || failed_of_.Of(ticket->payer) >= kFailedMax / 2) return;
   auto failed = std::make_unique<Failed>();
   failed->why = status;
+  failed->payer = ticket->payer;
+  failed_of_.Add(failed->payer);
   failed->expiry = AfterLease([this, name = std::string(name)] {
     const auto it = failed_.find(name);
     it->second->expiry.detach([](kj::Exception&&) {});  // it runs now
+    failed_of_.Remove(it->second->payer);
     failed_.erase(it);
   });
   failed_.emplace(name, std::move(failed));
@@ -102,6 +105,7 @@ void Tickets::DropAll() {
     if (ticket->sequence != 0) store_.Drop(ticket->sequence);
   }
   failed_.clear();
+  failed_of_ = {};
 }
 
 absl::Status Tickets::CheckCache(const Ticket& ticket, CacheId cache) const {

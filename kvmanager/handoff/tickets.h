@@ -26,7 +26,7 @@ namespace kvmanager {
 class Tickets {
  public:
   static constexpr size_t kTicketBytes = 32;
-  static constexpr size_t kFailedMax = 1024;  // that still say why
+  static constexpr size_t kFailedMax = 1024;  // that still say why, half of them of one payer
 
   struct Claimed {
     SequenceId sequence = 0;
@@ -91,6 +91,7 @@ class Tickets {
   };
   struct Failed {
     absl::Status why;
+    std::string payer;
     kj::Promise<void> expiry = nullptr;
   };
 
@@ -108,6 +109,7 @@ class Tickets {
   absl::flat_hash_map<std::string, std::unique_ptr<Ticket>> tickets_;
   OwnerCounts<std::string> of_payers_, blob_bytes_;  // of tickets_, by payer
   absl::flat_hash_map<std::string, std::unique_ptr<Failed>> failed_;
+  OwnerCounts<std::string> failed_of_;  // the same
 };
 
 }  // namespace kvmanager

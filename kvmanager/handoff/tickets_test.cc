@@ -96,11 +96,11 @@ TEST_F(TicketsTest, APayerHasHalfOfThePlaces) {
       ASSERT_TRUE(tickets.CheckRoom(payer).ok()) << i;
       last = tickets.Make(cache, payer, kPage);
     }
-    EXPECT_TRUE(IsOfTenant(tickets.CheckRoom(payer)));
+    EXPECT_EQ(DetailOf(tickets.CheckRoom(payer)).field, "received sequences that wait to be claimed of this tenant");
   }
   EXPECT_EQ(tickets.of_payers().most(), limits::kTenantTicketsMax);
   const absl::Status full = tickets.CheckRoom("c");
-  EXPECT_TRUE(absl::IsResourceExhausted(full) && !IsOfTenant(full)) << full;
+  EXPECT_EQ(DetailOf(full).field, "received sequences that wait to be claimed") << full;
   tickets.Fail(last, absl::UnavailableError("cut off"));
   EXPECT_TRUE(tickets.CheckRoom("b").ok());
   EXPECT_TRUE(tickets.CheckRoom("c").ok());
@@ -180,6 +180,19 @@ TEST_F(TicketsTest, ATicketIsOfOneCacheAndOneClaimAtATime) {
   tickets.EndClaim(name);
   EXPECT_TRUE(tickets.BeginClaim(name).ok());
   EXPECT_TRUE(absl::IsNotFound(tickets.Find("unknown", cache).status()));
+}
+
+TEST_F(TicketsTest, APayersFailuresLeaveAnothersTheirReasons) {
+  Tickets& tickets = Make(kLongMs);
+  const CacheId cache = test().Open(MakeConfig("raw", 0));
+  const auto fail = [&](const char* payer) {
+    const std::string name = tickets.Make(cache, payer, kPage);
+    tickets.Fail(name, absl::UnavailableError("cut off"));
+    return tickets.Find(name, cache).status();
+  };
+  for (size_t i = 0; i < Tickets::kFailedMax / 2; ++i) ASSERT_TRUE(absl::IsUnavailable(fail("a")));
+  EXPECT_TRUE(absl::IsNotFound(fail("a")));
+  EXPECT_TRUE(absl::IsUnavailable(fail("b")));
 }
 
 }  // namespace

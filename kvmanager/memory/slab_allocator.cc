@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "absl/container/inlined_vector.h"
-#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -101,8 +100,8 @@ absl::Status SlabAllocator::TakeArea(TenantId tenant, size_t slot_bytes, Clean c
         Choose(*account, slot_bytes, bucket == buckets_.end() ? 0 : bucket->second.held_bytes, room);
     if (!size.has_value()) {
       if (account->charge + slot_bytes > account->most_bytes || (room.bytes < slab_bytes_ && room.slabs > 0)) {
-        return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat(limit_, kOfTenant),
-                          absl::StrCat(account->charge, " in slabs"),
+        return FieldError(absl::StatusCode::kResourceExhausted, limit_,
+                          absl::StrCat(account->charge, " in slabs of this tenant"),
                           absl::StrCat("at most ", account->most_bytes, ", its share"));
       }
       std::string value = absl::StrCat(used_bytes_, " used");

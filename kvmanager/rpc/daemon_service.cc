@@ -294,7 +294,7 @@ class DaemonService final : public api::Daemon::Server {
       return FieldError(absl::StatusCode::kFailedPrecondition,
                         absl::StrCat("streams of this connection on GPU ", gpu.ordinal()), "2", "at most 1");
     }
-    return gpu.streams()->Open();
+    return gpu.streams()->Open(session_->proof().uid.value_or(UINT32_MAX));
   }
 
   void WriteDeviceInfo(Gpu& gpu, api::DeviceInfo::Builder out) const {

@@ -79,11 +79,14 @@ uint64_t MessageRoom::most_used_bytes() const {
   return most;
 }
 
-void MessageRoom::Look() {
+bool MessageRoom::keeps_waiting() const {
+  return std::any_of(waiting_.begin(), waiting_.end(),
+                     [this](const Waiting* each) { return FitsShare(each->share(), each->bytes()); });
+}
+
+void MessageRoom::Look(bool others_wait) {
   memory_.Look();
-  const bool full = std::any_of(waiting_.begin(), waiting_.end(),
-                                [this](const Waiting* each) { return FitsShare(each->share(), each->bytes()); });
-  if (!full) return;
+  if (!others_wait) return;
   const int64_t now_ns = clock_->NowNs();
   const std::vector<MessageShare*> shares(shares_.begin(), shares_.end());
   for (MessageShare* const share : shares) {

@@ -58,8 +58,11 @@ class MessageRoom {
   size_t waiting() const { return waiting_.size(); }
   /// Of the share that has most.
   uint64_t most_used_bytes() const;
-  /// From time to time: cuts off who keeps others waiting, and gives kept memory back.
-  void Look();
+  /// Whether somebody waits for memory that others have.
+  bool keeps_waiting() const;
+  /// From time to time: where others wait, in this room or the other, cuts off who keeps them waiting; and gives kept
+  /// memory back. A request may have its memory until there is room for its reply.
+  void Look(bool others_wait);
 
  private:
   friend class MessageShare;

@@ -171,17 +171,30 @@ TEST_F(MessageRoomTest, CutsOffWhoTakesNoReplyWhileOthersWait) {
   clock_.ms += MessageRoom::kSlowMs - 1;
   const Reply taken = Send(*alive, *std::move(Book(*alive, 3 * kMiB)->charge));
   clock_.ms += 1;
-  room_.Look();
+  room_.Look(room_.keeps_waiting());
   EXPECT_EQ(cut_off_, (std::vector<int>{0, 0, 0})) << "nobody waits";
   const auto waits = Book(*other, 2 * kMiB);
-  room_.Look();
+  room_.Look(room_.keeps_waiting());
   EXPECT_EQ(cut_off_, (std::vector<int>{1, 0, 0}));
-  room_.Look();
+  room_.Look(room_.keeps_waiting());
   EXPECT_EQ(cut_off_, (std::vector<int>{1, 0, 0}));
   stalled->Detach();
   stalled = nullptr;
   loop_.RunReady();
   EXPECT_TRUE(waits->charge.has_value());
+}
+
+// Who takes no replies keeps the memory of requests, too, which wait for room for theirs.
+TEST_F(MessageRoomTest, CutsOffWhoTakesNoReplyWhileOthersWaitForTheOtherRoom) {
+  auto stalled = Share();
+  Send(*stalled, *std::move(Book(*stalled, 4 * kMiB)->charge));
+  clock_.ms += MessageRoom::kSlowMs;
+  EXPECT_FALSE(room_.keeps_waiting());
+  room_.Look(false);
+  EXPECT_EQ(cut_off_, std::vector<int>{0});
+  room_.Look(true);
+  EXPECT_EQ(cut_off_, std::vector<int>{1});
+  stalled->Detach();
 }
 
 TEST_F(MessageRoomTest, CutsOffWhoDoesNotEndARequestWhileOthersWait) {
@@ -195,11 +208,11 @@ TEST_F(MessageRoomTest, CutsOffWhoDoesNotEndARequestWhileOthersWait) {
   for (int64_t ms = 1; ms < MessageRoom::kSlowMs; ++ms) {
     ++clock_.ms;
     if (ms % 1000 == 0) slow->NoteReceived(/*whole=*/false);
-    room_.Look();
+    room_.Look(room_.keeps_waiting());
     ASSERT_EQ(cut_off_, (std::vector<int>{ms >= MessageRoom::kStalledMs, 0, 0, 0})) << ms;
   }
   ++clock_.ms;
-  room_.Look();
+  room_.Look(room_.keeps_waiting());
   EXPECT_EQ(cut_off_, (std::vector<int>{1, 1, 0, 0}));
   for (const auto& share : {silent, slow, done}) share->GiveBack(2 * kMiB);
 }
@@ -337,9 +350,9 @@ TEST_F(MessageRoomTest, GivesBackMemoryThatNobodyWants) {
   booking->charge->Keep(*booking->charge->Make("a reply", 3 * kMiB));
   booking->charge->Keep(ReplyBuffer(AlignedBuffer(6 * kMiB)));
   EXPECT_EQ(room_.kept_bytes(), 9 * kMiB);
-  room_.Look();
+  room_.Look(room_.keeps_waiting());
   EXPECT_EQ(room_.kept_bytes(), 9 * kMiB) << "some was wanted since the last look";
-  room_.Look();
+  room_.Look(room_.keeps_waiting());
   EXPECT_EQ(room_.kept_bytes(), 0u) << "the oldest goes first, in whole buffers";
   GiveBack(*booking);
 }

@@ -11,13 +11,15 @@
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
+#include "kvmanager/store/payer_name.h"
 
 namespace kvmanager {
 namespace {
 
 // Params: with a peer, timeoutMs, roomMs and goesOn.
 template <typename Params>
-absl::StatusOr<HandOffTargets> ReadTargets(const std::vector<std::string>& peers_allowed, const Params& params) {
+absl::StatusOr<HandOffTargets> ReadTargets(const std::vector<std::string>& peers_allowed, const CacheConfig& of,
+                                           const Params& params) {
   KV_ASSIGN_OR_RETURN(std::vector<std::string> peers, ParsePeers(ViewOf(params.getPeer())));
   KV_RETURN_IF_ERROR(CheckPeersAllowed("peer", peers, peers_allowed));
   const uint32_t timeout_ms = params.getTimeoutMs(), room_ms = params.getRoomMs();
@@ -27,7 +29,7 @@ absl::StatusOr<HandOffTargets> ReadTargets(const std::vector<std::string>& peers
   if (room_ms > limits::kHandOffTimeoutMsMax) {
     return InvalidField("roomMs", room_ms, absl::StrCat("at most ", limits::kHandOffTimeoutMsMax));
   }
-  return HandOffTargets{std::move(peers), room_ms, timeout_ms, params.getGoesOn()};
+  return HandOffTargets{std::move(peers), room_ms, timeout_ms, params.getGoesOn(), std::string(PayerName(of.tenant))};
 }
 
 absl::StatusOr<SharedBlob> ReadBlob(capnp::Data::Reader blob) {
@@ -214,7 +216,7 @@ class SequenceService final : public api::Sequence::Server {
     return Serve(*session_, Method::kHandOff, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       const auto params = context.getParams();
       KV_ASSIGN_OR_RETURN(SharedBlob blob, ReadBlob(params.getBlob()));
-      KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, params));
+      KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, bound_->config, params));
       auto sent = Send(std::move(targets), std::move(blob));
       context.releaseParams();
       return sent
@@ -228,7 +230,7 @@ class SequenceService final : public api::Sequence::Server {
   kj::Promise<void> BeginHandOffNow(BeginHandOffContext context) {
     return Serve(*session_, Method::kBeginHandOff, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       const auto params = context.getParams();
-      KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, params));
+      KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, bound_->config, params));
       const uint64_t tokens = params.getTokens();
       const int64_t ms = targets.timeout_ms;
       auto beginning = Begin(tokens, std::move(targets));

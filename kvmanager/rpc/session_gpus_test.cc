@@ -27,7 +27,7 @@ class SessionGpusTest : public testing::FakeGpuTest {
     FakeGpuTest::TearDown();
   }
   void OpenStream() {
-    stream_ = *gpu_->streams()->Open();
+    stream_ = *gpu_->streams()->Open(/*user=*/0);
     gpus_->SetStream(gpu_.get(), stream_);
   }
   // Neither kind of work may be asked for.

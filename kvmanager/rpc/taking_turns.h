@@ -34,8 +34,8 @@ class TakingTurns {
     if (line.empty()) round_.push_back(owner);
     return WaitIn(line);
   }
-  /// The same, before all others: of work that gives back what they ask for.
-  kj::Promise<void> NextOfAll() { return WaitIn(first_); }
+  /// The same, every other turn: of work that gives back what others ask for.
+  kj::Promise<void> NextButOne() { return WaitIn(first_); }
 
  private:
   using Fulfiller = kj::Own<kj::PromiseFulfiller<void>>;
@@ -66,7 +66,8 @@ class TakingTurns {
     if (!first_.empty() || !round_.empty()) Post();
   }
   Fulfiller Take() {
-    if (!first_.empty()) return TakeFrom(first_);
+    gave_first_ = !first_.empty() && (round_.empty() || !gave_first_);
+    if (gave_first_) return TakeFrom(first_);
     const WorkerPool::Owner owner = round_.front();
     round_.pop_front();
     Line& line = lines_.at(owner);
@@ -84,6 +85,7 @@ class TakingTurns {
 
   MessageQueue* const queue_;
   Line first_;
+  bool gave_first_ = false;                             // the last turn
   absl::flat_hash_map<WorkerPool::Owner, Line> lines_;  // none is empty
   std::deque<WorkerPool::Owner> round_;                 // each that has a line once, in the order of their turns
   bool posted_ = false;                                 // exactly while somebody waits

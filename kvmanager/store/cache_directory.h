@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -69,8 +70,8 @@ class CacheDirectory {
   virtual std::vector<CacheInfo> List() const = 0;
   /// What each open cache uses: thousands of them take a fraction of a millisecond, unlike List().
   virtual void ForEachUse(absl::FunctionRef<void(const CacheUse&)> visit) const = 0;
-  /// Whether a cache of this digest is open on `device`.
-  virtual bool IsOpen(const CacheDigest& digest, int device) const = 0;
+  /// The cache of this digest on `device`; nothing: it is not open there.
+  virtual std::optional<CacheId> FindOpen(const CacheDigest& digest, int device) const = 0;
   virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;  // nullptr: no such cache
   virtual const PageAttention* raw_attention(CacheId cache) const = 0;  // nullptr: no such cache
   /// How far `names` can be found; those that are count as used now. They are not pinned, and their bytes are not

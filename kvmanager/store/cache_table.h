@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,7 +47,10 @@ class CacheTable final : public CacheDirectory {
   absl::StatusOr<CacheInfo> Describe(CacheId cache) const override;
   std::vector<CacheInfo> List() const override;
   void ForEachUse(absl::FunctionRef<void(const CacheUse&)> visit) const override;
-  bool IsOpen(const CacheDigest& digest, int device) const override { return by_digest_.contains({digest, device}); }
+  std::optional<CacheId> FindOpen(const CacheDigest& digest, int device) const override {
+    const auto found = by_digest_.find({digest, device});
+    return found == by_digest_.end() ? std::nullopt : std::make_optional(found->second);
+  }
   std::shared_ptr<const Codec> codec(CacheId cache) const override;
   const PageAttention* raw_attention(CacheId cache) const override;
   absl::StatusOr<std::unique_ptr<PrefixMatch>> BeginMatch(CacheId cache, std::vector<BlockName> names) override;

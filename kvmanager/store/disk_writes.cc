@@ -78,10 +78,17 @@ void DiskWrites::NoteNamed(Block* block) {
     if (!there->retention.is_of_policy()) parts_.host->eviction().Retain(block, there->retention);
     return parts_.host->SetKept(block, true);
   }
-  if (named_.size() >= kQueuedMax) return;
-  named_.push_back({block->cache->id, block->name.key});
+  const PayerId payer = block->cache->payer;
+  if (named_.size() >= kQueuedMax || named_of_.Of(payer) >= kPayerQueuedMax) return;
+  named_.push_back({block->cache->id, block->name.key, payer});
+  named_of_.Add(payer);
   ShowUnwritten();  // before whoever named it is answered
   Ask();
+}
+
+void DiskWrites::PopNamed() {
+  named_of_.Remove(named_.front().payer);
+  named_.pop_front();
 }
 
 void DiskWrites::Ask() {
@@ -104,23 +111,23 @@ bool DiskWrites::WriteNext() {
     Block* const block = cache.ok() ? (*cache)->table.FindKey(next.key) : nullptr;
     // Written meanwhile, or gone.
     if (block == nullptr || block->kept || writing_.contains(block)) {
-      named_.pop_front();
+      PopNamed();
       continue;
     }
     const uint64_t bytes = StayingBytes(*block);
     if (!MayFit(bytes)) {
-      named_.pop_front();
+      PopNamed();
       continue;
     }
     if (!HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return false;
     if (IsResident(*block)) {
-      named_.pop_front();
+      PopNamed();
       Start(block, /*demotes=*/false);
       continue;
     }
     auto waiting = std::make_unique<Waiting>(this, block);
     if (waiting->is_ready()) {
-      named_.pop_front();  // a page of it will never be encoded
+      PopNamed();  // a page of it will never be encoded
       continue;
     }
     waiting_ = std::move(waiting);
@@ -192,7 +199,8 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
       if (!block->retention.is_of_policy()) parts_.disk->Retain(cache->digest, key, block->retention);
       parts_.host->SetKept(block, true);
     } else if (!purged) {
-      named_.push_front({cache->id, key});  // once the disk takes blocks again
+      named_.push_front({cache->id, key, cache->payer});  // once the disk takes blocks again
+      named_of_.Add(cache->payer);
     }
   }
   // The last unpinning may delete the block.
@@ -210,7 +218,9 @@ uint64_t DiskWrites::NotePurge(const CacheDigest* digest) {
   waiting_ = nullptr;
   std::erase_if(named_, [&](const Named& named) {
     const auto cache = parts_.caches->Find(named.cache);
-    return digest == nullptr || !cache.ok() || (*cache)->digest == *digest;
+    const bool goes = digest == nullptr || !cache.ok() || (*cache)->digest == *digest;
+    if (goes) named_of_.Remove(named.payer);
+    return goes;
   });
   ShowUnwritten();
   uint64_t blocks = 0;

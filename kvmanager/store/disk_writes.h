@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/cache_table.h"
@@ -23,7 +24,8 @@ namespace kvmanager {
 
 class DiskWrites {
  public:
-  static constexpr size_t kQueuedMax = 1 << 16;  // blocks; others are written when room is short
+  // Blocks, of all and of one payer; others are written when room is short.
+  static constexpr size_t kQueuedMax = 1 << 16, kPayerQueuedMax = kQueuedMax / 2;
   /// Of host memory that is pinned for being written: one part in so many, or one block.
   static constexpr uint64_t kPinnedShare = 16;
 
@@ -78,10 +80,12 @@ class DiskWrites {
   struct Named {
     CacheId cache = 0;
     BlockKey key;
+    PayerId payer = 0;
   };
   /// Waits until the pages of the block that is next are encoded.
   class Waiting;
 
+  void PopNamed();
   bool HasRoom(uint64_t bytes) const;
   /// Else the block is never written.
   bool MayFit(uint64_t bytes) const;
@@ -95,6 +99,7 @@ class DiskWrites {
 
   const Parts parts_;
   std::deque<Named> named_;                    // to be written, the first named first
+  OwnerCounts<PayerId> named_of_;              // of named_
   std::unique_ptr<Waiting> waiting_;           // for the first of them; nullptr: for nothing
   absl::flat_hash_map<Block*, bool> writing_;  // whether it was purged meanwhile
   uint64_t pinned_bytes_ = 0, demoting_bytes_ = 0;

@@ -33,6 +33,9 @@ enum class ExportWay : uint8_t { kDirect = 0, kByHost };
 /// alone: they refuse a header that names them with the bytes of a raw page.
 enum class KeptRaw : uint8_t { kWithHeader = 0, kWithTrailer };
 
+/// Pages of a sequence that is handed off, of all layers.
+constexpr uint64_t kHandOffPagesMax = 1 << 20;
+
 /// How a sequence is sent.
 struct ExportOptions {
   /// The receiver appends before it reads, so pages travel as the token to come will read them, not as the last one

@@ -157,8 +157,8 @@ TEST(PageStoreDeviceHandOff, BlocksThatAreThereAreNotSent) {
   };
   const SequenceId sequence = publish(a, from, 4);
   b.store().Drop(publish(b, to, 3));
-  EXPECT_TRUE(b.store().caches().IsOpen(b.store().caches().Describe(to)->digest, TestDevice::kOrdinal));
-  EXPECT_FALSE(b.store().caches().IsOpen(b.store().caches().Describe(to)->digest, CacheConfig::kHost));
+  EXPECT_EQ(b.store().caches().FindOpen(b.store().caches().Describe(to)->digest, TestDevice::kOrdinal), to);
+  EXPECT_EQ(b.store().caches().FindOpen(b.store().caches().Describe(to)->digest, CacheConfig::kHost), std::nullopt);
   const auto lease = a.store().exports().Whole(sequence);
   const auto import = ImportTo(b, (*lease)->first());
   ASSERT_TRUE(import.ok()) << import.status();

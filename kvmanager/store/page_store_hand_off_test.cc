@@ -311,5 +311,21 @@ TEST_F(HandOffTest, RoomIsToldOnce) {
   EXPECT_EQ(told, 2);
 }
 
+// One call would list hundreds of millions of pages.
+TEST_F(PageStoreTest, WhatHasTooManyPagesIsRefusedBeforeTheyAreListed) {
+  CacheConfig config = MakeConfig("raw", 0);
+  config.layers = 1024;
+  const CacheId cache = test().Open(config);
+  const SequenceId sequence = Create(cache);
+  const uint64_t most = kHandOffPagesMax / 1024 * kPage;
+  EXPECT_TRUE(store().exports().Growing(sequence, most).ok());
+  for (const uint64_t tokens : {most + 1, uint64_t{kSequenceBlocksMax} * kPage}) {
+    const absl::Status refused = store().exports().Growing(sequence, tokens).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(refused)) << refused;
+    EXPECT_EQ(DetailOf(refused).field, "tokens");
+  }
+  store().Drop(sequence);
+}
+
 }  // namespace
 }  // namespace kvmanager

@@ -356,6 +356,13 @@ absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Begin(SequenceId i
         "tokens", tokens,
         absl::StrCat(longest, "..", tokens_max, ": what sequence ", id, " has, and a sequence's limit"));
   }
+  // Before they are listed.
+  const uint64_t pages = (tokens + cache->page_tokens() - 1) / cache->page_tokens() * cache->layers();
+  if (pages > kHandOffPagesMax) {
+    return InvalidField("tokens", tokens,
+                        absl::StrCat("what has at most ", kHandOffPagesMax, " pages, of a block one in each of ",
+                                     cache->layers(), " layers"));
+  }
   auto lease = std::make_unique<ExportLeaseImpl>(parts_, cache, id, options);
   lease->Begin(*sequence, tokens, written);
   return lease;

@@ -52,6 +52,27 @@ TEST_F(TenantLimitsTest, OfOneUserWhateverItsNames) {
   for (const SequenceId sequence : held) store().Drop(sequence);
 }
 
+// What forks leave is counted until it is given back, which takes turns: or dropped forks would have no bound.
+TEST_F(TenantLimitsTest, BlocksOfDroppedForksAreCountedUntilTheyAreGivenBack) {
+  constexpr int kBlocks = 600;  // more than are given back at once
+  const CacheId cache = Open("busy");
+  const SequenceId first = Filled(cache, MakeText(kBlocks * kPage), kBlocks * kPage);
+  std::vector<OpenCopy> copies;
+  const auto forked = [&] { return store().report().Use().tenant_shared_blocks; };
+  EXPECT_EQ(forked(), 0u);
+  for (uint64_t n = 1; n <= 3; ++n) {
+    const auto fork = store().Fork(first, &copies);
+    ASSERT_TRUE(fork.ok()) << fork.status();
+    EXPECT_EQ(forked(), n * kBlocks);
+    store().Drop(*fork);
+    EXPECT_EQ(forked(), n * kBlocks);
+  }
+  while (store().long_calls().ReleaseSome()) {
+  }
+  EXPECT_EQ(forked(), 0u);
+  store().Drop(first);
+}
+
 TEST_F(TenantLimitsTest, HalfOfAllCaches) {
   const auto open = [this](const std::string& tenant, size_t number) {
     CacheConfig config = MakeConfig("raw", 0, tenant, 1);
