@@ -75,7 +75,7 @@ class RecomputerTest : public ::testing::Test {
   }
   void TearDown() override {
     if (recomputer_ != nullptr) recomputer_->Stop();
-    while (queue_.RunAll()) {
+    while (queue_.RunSome()) {
     }
   }
   void RunUntil(const std::function<bool()>& over) { EventLoop(&queue_, 0).Run(over); }
