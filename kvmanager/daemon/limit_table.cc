@@ -116,7 +116,7 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
       {"tenant_sequences", kTenant, "sequences", StoreUse::kTenantSequencesMax, nullptr, &Use::tenant_sequences,
        "open sequences of a payer"},
       {"tenant_shared_blocks", kTenant, "blocks", StoreUse::kTenantSharedBlocksMax, nullptr, &Use::tenant_shared_blocks,
-       "blocks with which a payer's sequences began: prefixes and forks, 8 bytes each"},
+       "blocks with which a payer's sequences began, or that they left and still hold, 8 bytes each"},
       {"tenant_lease_pages", kTenant, "pages", kTenantLeasePagesMax, nullptr, &Use::tenant_lease_pages,
        "pages that a payer's calls under way read"},
       {"tenant_caches", kTenant, "caches", CacheDirectory::kTenantCachesMax, nullptr, &Use::tenant_caches,

@@ -395,8 +395,10 @@ class ServerImpl final : public Server {
     tenant_gauges_.Set(*store_);
     devices_.Look(store_.get());
     store_->long_calls().LookAgain();
-    const bool others_wait = running_->requests.keeps_waiting() || running_->replies.keeps_waiting();
-    for (MessageRoom* const room : {&running_->requests, &running_->replies}) room->Look(others_wait);
+    // A request has its memory until there is room for its reply.
+    const bool requests_wait = running_->requests.keeps_waiting();
+    running_->requests.Look(requests_wait);
+    running_->replies.Look(requests_wait || running_->replies.keeps_waiting());
     metrics_.messages.Set(running_->requests, running_->replies);
     return running_->loop.timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
   }

@@ -161,20 +161,6 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
   int64_t link_begin_ns_ = 0, link_bytes_ = 0;
 };
 
-// What a peer offers, until it is answered. Shared by the messages and the work that carry it on, one after the other.
-struct IncomingHandOffs::Offered {
-  std::string peer, payer;
-  HandOffHeader first;
-  GpuName gpu = {};  // whose pages they are
-  GpuLanding landing;
-  absl::StatusOr<std::shared_ptr<const Codec>> codec = std::shared_ptr<const Codec>();
-  int64_t room_ms = 0;
-  OfferReply reply;
-  bool gone() const { return reply.gone != nullptr && *reply.gone; }
-  absl::Status full;                     // why there is no room
-  kj::Promise<void> deadline = nullptr;  // while it waits
-};
-
 // ---- offers ----
 
 void IncomingHandOffs::Offer(std::string peer, HandOffPart part, int64_t room_ms, OfferReply reply) {
@@ -206,7 +192,7 @@ ReceiverLoad IncomingHandOffs::Load() const {
   return load;
 }
 
-// A codec may read a large artifact, and work on it: on a worker.
+// A codec may read a large artifact, and work on it: on the background's thread.
 void IncomingHandOffs::Consider(std::shared_ptr<Offered> offered) {
   WorkerPool* const workers = MakingWorkers(parts_.codec_workers, offered->first.config.codec, parts_.background);
   const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
@@ -223,16 +209,21 @@ void IncomingHandOffs::Consider(std::shared_ptr<Offered> offered) {
 }
 
 void IncomingHandOffs::Verify(std::shared_ptr<Offered> offered, std::shared_ptr<BlockCheck> check) {
-  if (check == nullptr || offered->gone() || !check->Next()) return TryAccept(std::move(offered));
-  const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
-  const auto compare = [check] { return check->CompareOne(); };
-  OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kEncode, owner, compare)
-      .then([this, offered = std::move(offered), check] { Verify(offered, check); })
-      .detach([](kj::Exception&& exception) { spdlog::error("event loop: {}", exception.getDescription().cStr()); });
+  if (check != nullptr && !offered->gone() && check->Next()) {
+    const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
+    const auto compare = [check] { return check->CompareOne(); };
+    OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kEncode, owner, compare)
+        .then([this, offered = std::move(offered), check]() mutable { Verify(std::move(offered), std::move(check)); })
+        .detach([](kj::Exception&& exception) { spdlog::error("event loop: {}", exception.getDescription().cStr()); });
+    return;
+  }
+  check.reset();  // what it holds may have to go
+  offered->verified_ns = parts_.clock->NowNs();
+  offered->waits ? RetrySoon() : TryAccept(std::move(offered));
 }
 
 // Pages of a GPU land on one at once, or the sender sends them by way of the host, where they may wait for room. What a
-// codec has on a GPU is uploaded: on a worker, too.
+// codec has on a GPU is uploaded: there, too.
 void IncomingHandOffs::ConsiderGpu(std::shared_ptr<Offered> offered) {
   const std::shared_ptr<const Codec> codec = *offered->codec;
   const auto chosen = ChooseGpu(parts_.gpus, parts_.copier, *parts_.store, offered->gpu, offered->first, *codec);
@@ -286,13 +277,13 @@ void IncomingHandOffs::TryAccept(std::shared_ptr<Offered> offered) {
                             if (late == nullptr) return;
                             late->deadline.detach([](kj::Exception&&) {});  // it runs now
                             Answer(*late, std::move(late->full));
-                            // Those behind it may need less.
-                            RetryOffers();
+                            RetrySoon();  // those behind it may need less
                           })
                           .eagerlyEvaluate(nullptr);
   spdlog::info("hand-off from {} waits for room, at most {} ms: {}", offered->peer, offered->room_ms,
                std::string(offered->full.message()));
   offered->reply.waiting(offered->full);
+  offered->waits = true;
   waiting_.Push(std::move(offered));
   parts_.metrics->waiting.Set(double(waiting_.size()));
   AwaitRoom();
@@ -367,6 +358,11 @@ void IncomingHandOffs::RetryOffers() {
   const int64_t begun_ns = parts_.clock->NowNs();
   ForgetGone();
   waiting_.Retry([this](const std::shared_ptr<Offered>& offered) {
+    if (parts_.clock->NowNs() - offered->verified_ns > BlockCheck::kVerifiedForNs / 2) {
+      offered->verified_ns = INT64_MAX;  // until it is verified again
+      Verify(offered, CheckOfOffer(*parts_.store, offered->first, **offered->codec));
+    }
+    if (offered->verified_ns == INT64_MAX) return offered->full;
     absl::StatusOr<Accepted> accepted = Accept(*offered);
     if (absl::IsResourceExhausted(accepted.status())) return accepted.status();
     Answer(*offered, std::move(accepted));
@@ -493,6 +489,7 @@ void IncomingHandOffs::DropAll() {
     Answer(*offered, absl::UnavailableError("this daemon ends"));
   }
   retry_ = nullptr;
+  retry_due_ = false;
   parts_.store->imports().OnRoom(nullptr);
 }
 

@@ -4,7 +4,8 @@
 // knows GPUs, the store and the transport, and the schema of manifests. It does not know who asks for a hand-off:
 // clients and their connections are rpc/'s.
 //
-//   receiving   incoming_hand_offs.h, tickets.h, gpu_landing.h, recomputer.h and projection_set.h (KVPR)
+//   receiving   incoming_hand_offs.h, offered.h, offer_check.h, offer_queue.h, tickets.h, gpu_landing.h,
+//               recomputer.h and projection_set.h (KVPR)
 //   sending     outgoing_hand_offs.h (to one of several peers), outgoing_hand_off.h (one), peer_choice.h
 //   both        manifest.h, config_wire.h, limits.h, hand_off_metrics.h, drain_switch.h
 //   arrivals.h  sequences that come from another memory of this daemon
@@ -33,6 +34,7 @@
 #include "kvmanager/handoff/gpu_landing.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
 #include "kvmanager/handoff/offer_queue.h"
+#include "kvmanager/handoff/offered.h"
 #include "kvmanager/handoff/recomputer.h"
 #include "kvmanager/handoff/tickets.h"
 #include "kvmanager/store/store_metrics.h"
@@ -93,13 +95,13 @@ class IncomingHandOffs final : public HandOffReceiver {
 
  private:
   class Incoming;
-  struct Offered;
 
   absl::Status CheckDrain() const;
   absl::Status CheckTenant(const std::string& tenant) const;
   void Consider(std::shared_ptr<Offered> offered);
   void ConsiderGpu(std::shared_ptr<Offered> offered);
-  /// Compares the bytes of what it shares with this daemon, before the store would.
+  /// Compares the bytes of what it shares with this daemon, before the store would; then tries to accept it, or does
+  /// soon where it waits.
   void Verify(std::shared_ptr<Offered> offered, std::shared_ptr<BlockCheck> check);
   // Answers it, or has it wait for room.
   void TryAccept(std::shared_ptr<Offered> offered);

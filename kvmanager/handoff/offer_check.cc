@@ -17,11 +17,8 @@ std::shared_ptr<BlockCheck> CheckOfOffer(PageStore& store, const HandOffHeader& 
   const std::optional<CacheId> cache = store.caches().FindOpen(DigestOfOffer(first, codec), CacheConfig::kHost);
   if (!cache.has_value()) return nullptr;
   std::vector<BlockName> names;
-  for (const HandOffBlock& block : first.blocks) {
-    if (!block.named) break;
-    names.push_back(block.name);
-  }
-  auto check = store.caches().Check(*cache, names);
+  for (const HandOffBlock& block : first.blocks) names.push_back(block.named ? block.name : BlockName());
+  auto check = store.caches().Check(*cache, names, CacheDirectory::Which::kAll);
   return check.ok() ? std::shared_ptr<BlockCheck>(*std::move(check)) : nullptr;
 }
 

@@ -56,6 +56,9 @@ void Refused(Trial& trial, const std::string& peer, const absl::Status& why) {
 
 kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms,
                           KeptRaw kept_raw = KeptRaw::kWithHeader) {
+  if (absl::Status room = OutgoingHandOff::CheckRoom(trial.parts, trial.targets.payer); !room.ok()) {
+    return Begun(std::move(room));
+  }
   if (trial.lease == nullptr) {
     auto lease = trial.make_lease(kept_raw);
     if (!lease.ok()) return Begun(lease.status());
@@ -71,6 +74,7 @@ kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms
                         hand_off = kj::mv(hand_off)](absl::StatusOr<std::string> ticket) mutable -> kj::Promise<Begun> {
     if (ticket.ok()) return Begun(kj::mv(hand_off));
     if (kept_raw == KeptRaw::kWithTrailer || !WantsKeptRawInTrailer(ticket.status())) return Begun(ticket.status());
+    hand_off = nullptr;  // its place is for the next
     return TryOne(trial, peer, room_ms, KeptRaw::kWithTrailer);
   });
 }
@@ -99,6 +103,9 @@ kj::Promise<Begun> TryFrom(kj::Own<Trial> trial, size_t at) {
 }
 
 kj::Promise<Begun> Choose(kj::Own<Trial> trial) {
+  if (absl::Status room = OutgoingHandOff::CheckRoom(trial->parts, trial->targets.payer); !room.ok()) {
+    return Begun(std::move(room));
+  }
   auto lease = trial->make_lease(KeptRaw::kWithHeader);
   if (!lease.ok()) return Begun(lease.status());
   trial->lease = *std::move(lease);
@@ -122,9 +129,6 @@ kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> OutgoingHandOffs::Begin(MakeE
                                                                            HandOffTargets targets) const {
   const int64_t ms = targets.timeout_ms + targets.room_ms;
   auto trial = kj::heap<Trial>(Trial{parts_, std::move(lease), std::move(targets), nullptr, {}, {}, {}, -1});
-  if (absl::Status room = OutgoingHandOff::CheckRoom(parts_, trial->targets.payer); !room.ok()) {
-    return Begun(std::move(room));
-  }
   if (trial->targets.peers.size() == 1) {
     const std::string peer = trial->targets.peers[0];
     auto tried = TryOne(*trial, peer, trial->targets.room_ms);

@@ -85,7 +85,7 @@ class Disposals {
     busy_ = false;
   }
   kj::Promise<void> GoOn() {
-    return turns_->NextButOne().then([this]() -> kj::Promise<void> {
+    return turns_->NextToGiveBack().then([this]() -> kj::Promise<void> {
       const LoopTurn watched(watch_, "dispose");
       turn_.emplace(TakingTurns::kLength);
       bool more = true;

@@ -103,7 +103,7 @@ TEST_F(DisposalsTest, NothingIsLeftWhenItGoes) {
 TEST_F(DisposalsTest, TurnsAreTakenInOrderButForWhatGivesBack) {
   auto first = Note(turns_.Next(), "first"), second = Note(turns_.Next(), "second");
   { const auto given_up = Note(turns_.Next(), "given up"); }
-  auto third = Note(turns_.Next(), "third"), gives_back = Note(turns_.NextButOne(), "gives back");
+  auto third = Note(turns_.Next(), "third"), gives_back = Note(turns_.NextToGiveBack(), "gives back");
   loop_.RunReady();
   EXPECT_EQ(order_, (std::vector<std::string>{"gives back", "first", "second", "third"}));
 }

@@ -60,8 +60,8 @@ class MessageRoom {
   uint64_t most_used_bytes() const;
   /// Whether somebody waits for memory that others have.
   bool keeps_waiting() const;
-  /// From time to time: where others wait, in this room or the other, cuts off who keeps them waiting; and gives kept
-  /// memory back. A request may have its memory until there is room for its reply.
+  /// From time to time: where others wait, here or for what shares of this room keep, cuts off who keeps them waiting;
+  /// and gives kept memory back.
   void Look(bool others_wait);
 
  private:

@@ -34,8 +34,8 @@ class TakingTurns {
     if (line.empty()) round_.push_back(owner);
     return WaitIn(line);
   }
-  /// The same, every other turn: of work that gives back what others ask for.
-  kj::Promise<void> NextButOne() { return WaitIn(first_); }
+  /// Every other turn, whoever's work it is: it gives back what others ask for.
+  kj::Promise<void> NextToGiveBack() { return WaitIn(first_); }
 
  private:
   using Fulfiller = kj::Own<kj::PromiseFulfiller<void>>;

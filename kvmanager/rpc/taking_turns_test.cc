@@ -37,7 +37,7 @@ TEST_F(TakingTurnsTest, OwnersGoRoundAndEachKeepsItsOrder) {
   waiting_.push_back(Wait(3, 'y'));
   waiting_.push_back(Wait(2, 'z'));
   for (int i = 0; i < 3; ++i) {
-    waiting_.push_back(turns_.NextButOne().then([this] { ran_ += '!'; }).eagerlyEvaluate(nullptr));
+    waiting_.push_back(turns_.NextToGiveBack().then([this] { ran_ += '!'; }).eagerlyEvaluate(nullptr));
   }
   EXPECT_EQ(Run(), "!a!x!ybzcd");
 }

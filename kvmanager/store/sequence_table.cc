@@ -118,16 +118,14 @@ size_t SequenceTable::Age(Sequence& sequence, uint32_t layer, uint64_t position,
   return pages;
 }
 
-void SequenceTable::Leave(Sequence& sequence, uint32_t first, uint64_t shared_blocks) {
-  if (sequence.blocks.size() <= first) return shared_blocks_.Remove(sequence.cache->payer, shared_blocks);
-  Left left{sequence.cache,
-            {sequence.blocks.begin() + first, sequence.blocks.end()},
-            sequence.aged,
-            sequence.run,
-            shared_blocks};
+void SequenceTable::Leave(Sequence& sequence, uint32_t first) {
+  if (sequence.blocks.size() <= first) return;
+  Left left{sequence.cache, {sequence.blocks.begin() + first, sequence.blocks.end()}, sequence.aged, sequence.run};
   sequence.blocks.resize(first);
   ReleaseLast(left);
-  if (left.blocks.empty()) return shared_blocks_.Remove(left.cache->payer, shared_blocks);
+  if (left.blocks.empty()) return;
+  left.counted = left.blocks.size();
+  shared_blocks_.Add(left.cache->payer, left.counted);
   ++left.cache->leases;
   left_.push_back(std::move(left));
   if (left_.size() == 1) on_leftovers_();
@@ -148,7 +146,7 @@ bool SequenceTable::ReleaseSome() {
   left_.pop_front();
   ReleaseLast(left);
   if (left.blocks.empty()) {
-    shared_blocks_.Remove(left.cache->payer, left.shared_blocks);
+    shared_blocks_.Remove(left.cache->payer, left.counted);
     --left.cache->leases;
     if (!left.cache->wanted) parts_.caches->CloseIfUnused(left.cache);
   } else {
@@ -278,9 +276,10 @@ void SequenceTable::Drop(SequenceId id) {
   const std::unique_ptr<Sequence> sequence = std::move(found->second);
   sequences_.erase(found);
   parts_.indexes->Drop(*sequence);
-  Leave(*sequence, 0, sequence->shared_blocks);
+  Leave(*sequence, 0);
   --sequence->cache->sequences;
   of_payer_.Remove(sequence->cache->payer);
+  shared_blocks_.Remove(sequence->cache->payer, sequence->shared_blocks);
   parts_.metrics->sequences.Decrement();
 }
 

@@ -74,8 +74,8 @@ class SequenceTable {
   void Attach(Sequence& sequence, Block* block);        // appends `block`, already held, and takes its raw holds
   void DetachLast(Sequence& sequence);                  // gives the last block back
   /// Takes the blocks from `first` on away from the sequence, and gives them back: at once if they are few, else
-  /// ReleaseSome does. shared_blocks: counted until then. REQUIRES: what they hold is what `aged` says now.
-  void Leave(Sequence& sequence, uint32_t first, uint64_t shared_blocks = 0);
+  /// ReleaseSome does. REQUIRES: what they hold is what `aged` says now.
+  void Leave(Sequence& sequence, uint32_t first);
   /// What an append at `position` ages, pages_max pages at most. Returns how many.
   size_t Age(Sequence& sequence, uint32_t layer, uint64_t position, size_t pages_max = SIZE_MAX);
 
@@ -90,7 +90,7 @@ class SequenceTable {
     std::vector<Block*> blocks;
     std::vector<uint32_t> aged;  // [layers] as the sequence's
     EvictionRun run;             // the same
-    uint64_t shared_blocks = 0;  // counted until all are given back
+    uint64_t counted = 0;        // in shared_blocks_, until all are given back
   };
   const std::deque<Left>& left() const { return left_; }
 
@@ -112,8 +112,8 @@ class SequenceTable {
   absl::flat_hash_set<const Sequence*> hidden_;
   std::deque<Left> left_;
   std::function<void()> on_leftovers_ = [] {};
-  OwnerCounts<PayerId> of_payer_,
-      shared_blocks_;  // how many of those in sequences_, and with what they and left_ began
+  OwnerCounts<PayerId> of_payer_;       // sequences_
+  OwnerCounts<PayerId> shared_blocks_;  // with which those began; and left_
 };
 
 }  // namespace kvmanager
