@@ -25,7 +25,7 @@ namespace kvmanager {
 class DiskWrites {
  public:
   // Blocks, of all and of one payer; others are written when room is short.
-  static constexpr size_t kQueuedMax = 1 << 16, kPayerQueuedMax = kQueuedMax / 2;
+  static constexpr size_t kQueuedMax = 1 << 17, kPayerQueuedMax = kQueuedMax / 2;
   /// Of host memory that is pinned for being written: one part in so many, or one block.
   static constexpr uint64_t kPinnedShare = 16;
 
