@@ -56,27 +56,32 @@ TEST_F(TenantLimitsTest, OfOneUserWhateverItsNames) {
 // first, would have no bound.
 TEST_F(TenantLimitsTest, WhatSequencesLeaveIsCountedUntilItIsGivenBack) {
   constexpr int kBlocks = 1200;  // more than are given back at once
-  const CacheId cache = Open("busy");
-  const SequenceId first = Filled(cache, MakeText(kBlocks * kPage), kBlocks * kPage);
+  testing::TestStore large(192 << 20);
+  PageStore& store = *large.store;
+  const CacheId cache = large.Open(MakeConfig("raw", 0));
+  const SequenceId first = store.Create(cache, {})->sequence;
+  ASSERT_TRUE(large.AppendAll(cache, first, MakeText(kBlocks * kPage), 0, kBlocks * kPage).ok());
   std::vector<OpenCopy> copies;
-  const auto counted = [&] { return store().report().Use().tenant_shared_blocks; };
+  const auto counted = [&] { return store.report().Use().tenant_shared_blocks; };
+  const auto release = [&] {
+    while (store.long_calls().ReleaseSome()) {
+    }
+  };
   EXPECT_EQ(counted(), 0u);
   uint64_t before = 0;
   for (int n = 0; n < 6; ++n) {
-    const auto fork = store().Fork(first, &copies);
+    const auto fork = store.Fork(first, &copies);
     ASSERT_TRUE(fork.ok()) << fork.status();
     EXPECT_EQ(counted(), before + kBlocks);
-    if (n % 2 == 1) ASSERT_TRUE(store().Crop(*fork, 0, &copies).ok());
-    store().Drop(*fork);
+    if (n % 2 == 1) ASSERT_TRUE(store.Crop(*fork, 0, &copies).ok());
+    store.Drop(*fork);
     EXPECT_GT(counted(), before + kBlocks / 10);
     before = counted();
   }
-  while (store().long_calls().ReleaseSome()) {
-  }
+  release();
   EXPECT_EQ(counted(), 0u);
-  store().Drop(first);
-  while (store().long_calls().ReleaseSome()) {
-  }
+  store.Drop(first);
+  release();
   EXPECT_EQ(counted(), 0u);
 }
 
