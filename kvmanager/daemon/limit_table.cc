@@ -129,6 +129,8 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "a payer's part of waiting_offers"},
       {"tenant_outgoing_hand_offs", kTenant, "hand-offs", limits::kTenantOutgoingMax, nullptr,
        &Use::tenant_outgoing_hand_offs, "a payer's part of outgoing_hand_offs"},
+      {"tenant_to_peer_hand_offs", kTenant, "hand-offs", limits::kTenantToPeerMax, nullptr,
+       &Use::tenant_to_peer_hand_offs, "of these, to one peer"},
       {"user_connections", kUser, "connections", limits::kConnectionsOfUserMax, nullptr, &Use::user_connections,
        "connections of a user's processes, over Unix sockets"},
       {"user_arena_bytes", kUser, kBytes, ArenaBytes::OfUserMax(o.arena_bytes), "--arena-bytes", &Use::user_arena_bytes,

@@ -47,6 +47,7 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   use.tenant_waiting_blob_bytes = tickets.blob_bytes().most();
   use.outgoing_hand_offs = holders.outgoing->active().all();
   use.tenant_outgoing_hand_offs = holders.outgoing->active().most();
+  use.tenant_to_peer_hand_offs = holders.outgoing->most_to_peer();
   use.listed_tenants = holders.principals->tenants();
   const SessionUse session = holders.sessions->Most();
   use.connection_sequences = session.sequences;

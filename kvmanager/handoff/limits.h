@@ -16,7 +16,8 @@ constexpr uint32_t kHandOffTimeoutMsMax = 3600000;
 constexpr size_t kTicketsMax = 4096;                   // received sequences that wait to be claimed
 constexpr size_t kTenantTicketsMax = kTicketsMax / 2;  // likewise, one payer's
 constexpr size_t kTenantOutgoingMax = 128;             // hand-offs of one payer that are sent at once: half of all
-constexpr size_t kOffersWaitingMax = 128;              // that wait for room here
+constexpr size_t kTenantToPeerMax = 48;    // of these, to one peer: three quarters of what it takes of one host
+constexpr size_t kOffersWaitingMax = 128;  // that wait for room here
 constexpr size_t kTenantOffersWaitingMax = kOffersWaitingMax / 2;  // likewise
 constexpr size_t kHandOffBlocksMax = 65536;                        // of one received sequence
 

@@ -38,22 +38,33 @@ bool WantsKeptRawInTrailer(const absl::Status& status) {
 
 OutgoingHandOff::OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target)
     : parts_(parts), lease_(std::move(lease)), target_(std::move(target)) {
-  parts_.active->Add(target_.payer);
+  parts_.active->of_payers.Add(target_.payer);
+  parts_.active->to_peers.Add(std::pair(target_.payer, target_.peer));
 }
 
-OutgoingHandOff::~OutgoingHandOff() { parts_.active->Remove(target_.payer); }
+OutgoingHandOff::~OutgoingHandOff() {
+  parts_.active->of_payers.Remove(target_.payer);
+  parts_.active->to_peers.Remove(std::pair(target_.payer, target_.peer));
+}
 
-absl::Status OutgoingHandOff::CheckRoom(const Parts& parts, const std::string& payer) {
-  const uint64_t own = parts.active->Of(payer);
-  if (own < limits::kTenantOutgoingMax) return absl::OkStatus();
-  return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("hand-offs being sent", kOfTenant),
-                    absl::StrCat(own), absl::StrCat("below ", limits::kTenantOutgoingMax));
+absl::Status OutgoingHandOff::CheckRoom(const Parts& parts, const std::string& payer, const std::string& peer) {
+  const uint64_t own = parts.active->of_payers.Of(payer);
+  if (own >= limits::kTenantOutgoingMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("hand-offs being sent", kOfTenant),
+                      absl::StrCat(own), absl::StrCat("below ", limits::kTenantOutgoingMax));
+  }
+  const uint64_t there = peer.empty() ? 0 : parts.active->to_peers.Of(std::pair(payer, peer));
+  if (there >= limits::kTenantToPeerMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("hand-offs being sent to ", peer, kOfTenant),
+                      absl::StrCat(there), absl::StrCat("below ", limits::kTenantToPeerMax));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<OutgoingHandOff>> OutgoingHandOff::Begin(const Parts& parts,
                                                                         std::unique_ptr<ExportLease> lease,
                                                                         Target target) {
-  KV_RETURN_IF_ERROR(CheckRoom(parts, target.payer));
+  KV_RETURN_IF_ERROR(CheckRoom(parts, target.payer, target.peer));
   auto made = std::make_shared<OutgoingHandOff>(parts, std::move(lease), std::move(target));
   KV_RETURN_IF_ERROR(made->FindGpu());
   KV_RETURN_IF_ERROR(made->Offer());

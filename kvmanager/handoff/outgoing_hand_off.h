@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "kvmanager/base/event_loop.h"
@@ -31,6 +32,12 @@ struct SentHandOff {
 /// Whether a peer refused pages of the header for their bytes, as earlier builds refuse sinks.
 bool WantsKeptRawInTrailer(const absl::Status& status);
 
+/// Hand-offs under way. Each counts itself.
+struct ActiveSends {
+  OwnerCounts<std::string> of_payers;
+  OwnerCounts<std::pair<std::string, std::string>> to_peers;  // by payer and peer
+};
+
 /// One hand-off, from its offer to the receiver's confirmation. Shared by who waits for it and by the transport's
 /// completions, whichever lives longer; pages stay pinned until the transport lets go.
 class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOff> {
@@ -41,8 +48,8 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     EventLoop* loop = nullptr;
     HandOffMetrics* metrics = nullptr;
     Gpus gpus;
-    bool shares_gpu_memory = false;              // whether other daemons of this host may read GPUs' pages
-    OwnerCounts<std::string>* active = nullptr;  // hand-offs under way, by payer; each counts itself
+    bool shares_gpu_memory = false;  // whether other daemons of this host may read GPUs' pages
+    ActiveSends* active = nullptr;
   };
   struct Target {
     std::string peer;          // "HOST:PORT"
@@ -51,11 +58,12 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     bool will_append = false;  // as Exports::Whole's
     std::string payer;         // whose it is (payer_name.h)
   };
-  /// Whether a payer may send one more. Errors: RESOURCE_EXHAUSTED (limits::kTenantOutgoingMax).
-  static absl::Status CheckRoom(const Parts& parts, const std::string& payer);
+  /// Whether a payer may send one more, and where `peer` is not empty, there. Errors: RESOURCE_EXHAUSTED
+  /// (limits::kTenantOutgoingMax, kTenantToPeerMax).
+  static absl::Status CheckRoom(const Parts& parts, const std::string& payer, const std::string& peer);
 
   /// Offers it and sends its pages as the lease has them, those of a GPU out of its memory. Errors: INVALID_ARGUMENT
-  /// for one that is too long; RESOURCE_EXHAUSTED (limits::kTenantOutgoingMax); WantsHostPages.
+  /// for one that is too long; RESOURCE_EXHAUSTED (CheckRoom's); WantsHostPages.
   static absl::StatusOr<std::shared_ptr<OutgoingHandOff>> Begin(const Parts& parts, std::unique_ptr<ExportLease> lease,
                                                                 Target target);
   OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target);

@@ -56,7 +56,7 @@ void Refused(Trial& trial, const std::string& peer, const absl::Status& why) {
 
 kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms,
                           KeptRaw kept_raw = KeptRaw::kWithHeader) {
-  if (absl::Status room = OutgoingHandOff::CheckRoom(trial.parts, trial.targets.payer); !room.ok()) {
+  if (absl::Status room = OutgoingHandOff::CheckRoom(trial.parts, trial.targets.payer, peer); !room.ok()) {
     return Begun(std::move(room));
   }
   if (trial.lease == nullptr) {
@@ -103,14 +103,14 @@ kj::Promise<Begun> TryFrom(kj::Own<Trial> trial, size_t at) {
 }
 
 kj::Promise<Begun> Choose(kj::Own<Trial> trial) {
-  if (absl::Status room = OutgoingHandOff::CheckRoom(trial->parts, trial->targets.payer); !room.ok()) {
+  if (absl::Status room = OutgoingHandOff::CheckRoom(trial->parts, trial->targets.payer, /*peer=*/""); !room.ok()) {
     return Begun(std::move(room));
   }
   auto lease = trial->make_lease(KeptRaw::kWithHeader);
   if (!lease.ok()) return Begun(lease.status());
   trial->lease = *std::move(lease);
   const uint64_t needed = NeededBytes(trial->lease->first());
-  auto choosing = kj::heap<Choosing>(trial->parts.active, trial->targets.payer);
+  auto choosing = kj::heap<Choosing>(&trial->parts.active->of_payers, trial->targets.payer);
   auto asked = AskPeers(trial->parts.transport, trial->parts.loop, trial->targets.peers).attach(kj::mv(choosing));
   return asked.then([trial = kj::mv(trial), needed](std::vector<PeerCandidate> candidates) mutable {
     for (const size_t i : RankPeers(candidates, needed)) trial->order.push_back(candidates[i].peer);
@@ -145,7 +145,8 @@ kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::SendTo(MakeExportLeas
                                                                   KeptRaw kept_raw) const {
   using Result = absl::StatusOr<SentHandOff>;
   // Before anything is listed and pinned.
-  if (absl::Status room = OutgoingHandOff::CheckRoom(parts_, targets.payer); !room.ok()) return Result(std::move(room));
+  if (absl::Status room = OutgoingHandOff::CheckRoom(parts_, targets.payer, targets.peers[0]); !room.ok())
+    return Result(std::move(room));
   auto lease = make_lease(kept_raw);
   if (!lease.ok()) return Result(lease.status());
   auto begun = OutgoingHandOff::Begin(

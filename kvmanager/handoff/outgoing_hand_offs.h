@@ -49,14 +49,16 @@ class OutgoingHandOffs {
   std::vector<PeerInfo> Peers() const { return parts_.transport->Peers(); }
 
   /// Hand-offs under way, by payer.
-  const OwnerCounts<std::string>& active() const { return active_; }
+  const OwnerCounts<std::string>& active() const { return active_.of_payers; }
+  /// Of the payer and peer that have most.
+  uint64_t most_to_peer() const { return active_.to_peers.most(); }
 
  private:
   // To the only peer.
   kj::Promise<absl::StatusOr<SentHandOff>> SendTo(MakeExportLease& make_lease, const HandOffTargets& targets,
                                                   SharedBlob blob, KeptRaw kept_raw) const;
 
-  OwnerCounts<std::string> active_;
+  ActiveSends active_;
   OutgoingHandOff::Parts parts_;
 };
 

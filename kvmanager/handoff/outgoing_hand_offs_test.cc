@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/handoff/limits.h"
 #include "kvmanager/store/store_fixture.h"
@@ -118,7 +119,7 @@ class OutgoingHandOffsTest : public testing::PageStoreTest {
 TEST_F(OutgoingHandOffsTest, OnePayerLeavesOthersRoom) {
   const SequenceId sequence = Make("fake");
   const auto send = [&](const char* payer) {
-    HandOffTargets targets = To({"a:1"});
+    HandOffTargets targets = To({absl::StrCat("peer:", 1 + transport_.transfers.size() / limits::kTenantToPeerMax)});
     targets.payer = payer;
     sent_.reset();
     return Send(sequence, std::move(targets));
@@ -140,6 +141,29 @@ TEST_F(OutgoingHandOffsTest, OnePayerLeavesOthersRoom) {
   EXPECT_FALSE(sent_.has_value());
   for (size_t i = 1; i < transport_.transfers.size(); ++i) End(i, absl::UnavailableError("cut off"));
   EXPECT_EQ(outgoing().active().all(), 0u);
+}
+
+TEST_F(OutgoingHandOffsTest, OnePayerLeavesOthersRoomAtAPeer) {
+  const SequenceId sequence = Make("fake");
+  const auto send = [&](const char* payer, const char* peer) {
+    HandOffTargets targets = To({peer});
+    targets.payer = payer;
+    sent_.reset();
+    return Send(sequence, std::move(targets));
+  };
+  std::vector<kj::Promise<void>> sending;
+  for (size_t i = 0; i < limits::kTenantToPeerMax; ++i) sending.push_back(send("a", "a:1"));
+  EXPECT_FALSE(sent_.has_value());
+  sending.push_back(send("a", "a:1"));
+  ASSERT_TRUE(sent_.has_value());
+  EXPECT_EQ(DetailOf(sent_->status()).field, "hand-offs being sent to a:1 of this tenant");
+  for (const auto& [payer, peer] : {std::pair("a", "b:2"), {"b", "a:1"}}) {
+    sending.push_back(send(payer, peer));
+    EXPECT_FALSE(sent_.has_value()) << payer << " " << peer;
+  }
+  EXPECT_EQ(outgoing().most_to_peer(), limits::kTenantToPeerMax);
+  for (size_t i = 0; i < transport_.transfers.size(); ++i) End(i, absl::UnavailableError("cut off"));
+  EXPECT_EQ(outgoing().most_to_peer(), 0u);
 }
 
 TEST_F(OutgoingHandOffsTest, SendsEveryPageOnceAndTheTrailer) {
