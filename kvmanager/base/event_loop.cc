@@ -25,7 +25,7 @@ void EventLoop::Run(absl::FunctionRef<bool()> done) {
   uint64_t seen = activity_;
   int64_t spin_until_ns = 0;
   for (;;) {
-    if (queue_->RunSome()) NoteActivity();
+    if (run_messages_()) NoteActivity();
     events_.run();
     if (done()) return;
     port_.poll();

@@ -11,7 +11,9 @@
 #include <kj/async.h>
 
 #include <cstdint>
+#include <utility>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/functional/function_ref.h"
 #include "kvmanager/base/fine_timer.h"
 #include "kvmanager/base/message_queue.h"
@@ -22,6 +24,9 @@ class EventLoop {
  public:
   /// busy_poll_us: how long to look for work without blocking after the last activity; 0: block at once.
   EventLoop(MessageQueue* queue, int64_t busy_poll_us);
+
+  /// `run` calls queue().RunSome() from now on, and looks at how long that takes.
+  void WatchMessages(absl::AnyInvocable<bool()> run) { run_messages_ = std::move(run); }
 
   /// Runs events and messages until `done()`, which is asked after every round.
   void Run(absl::FunctionRef<bool()> done);
@@ -40,6 +45,7 @@ class EventLoop {
  private:
   MessageQueue* const queue_;
   const int64_t busy_poll_ns_;
+  absl::AnyInvocable<bool()> run_messages_ = [this] { return queue_->RunSome(); };
   uint64_t activity_ = 0;
   kj::UnixEventPort port_;
   kj::EventLoop events_;

@@ -190,6 +190,10 @@ class ServerImpl final : public Server {
     Running running(*this);
     EventLoop& loop = running.loop;
     running_ = &running;
+    running.loop.WatchMessages([this] {
+      const LoopTurn turn(calls_.turns(), "messages");
+      return queue_.RunSome();
+    });
     incoming_->SetLoop(&loop);
     {
       kj::Promise<void> signals = nullptr;
@@ -215,8 +219,7 @@ class ServerImpl final : public Server {
     running.departed.Clear();
     drain_deadline_ = nullptr;
     incoming_->DropAll();
-    // The last completions find nobody waiting, and give back what they pinned. The transport's last messages still
-    // give workers work.
+    // The last completions find nobody waiting, and give back what they pinned: by workers and messages.
     transport_.reset();
     loop.RunReady();
     recomputer_->Stop();

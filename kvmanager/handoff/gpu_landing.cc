@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/handoff/offer_digest.h"
 
 namespace kvmanager {
 
@@ -18,11 +19,7 @@ bool WantsHostPages(const absl::Status& status) {
 
 absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, PageStore& store, const GpuName& from,
                                const HandOffHeader& first, const Codec& codec) {
-  // As the store names it.
-  CacheConfig config = first.config;
-  config.codec = codec.info().spec;
-  config.calibration_digest = codec.info().calibration_digest;
-  const CacheDigest digest = DigestOf(config, codec.info().version);
+  const CacheDigest digest = DigestOfOffer(first, codec);
   Gpu* chosen = nullptr;
   uint64_t most_free = 0;
   for (Gpu* const gpu : gpus) {

@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -19,7 +18,7 @@
 
 namespace kvmanager {
 
-/// Offer: has `std::string payer` (payer_name.h) and `absl::Status full`, why there is no room for it.
+/// Offer: has `std::string payer` (payer_name.h).
 template <typename Offer>
 class OfferQueue {
  public:
@@ -50,23 +49,13 @@ class OfferQueue {
     return taken;
   }
   std::deque<std::shared_ptr<Offer>> TakeAll() { return std::exchange(waiting_, {}); }
-  /// There may be room: `accept` is asked for each whose turn it is, and answers it or says why it goes on waiting.
-  void Retry(absl::FunctionRef<absl::Status(const std::shared_ptr<Offer>&)> accept) {
-    std::vector<std::string> full;  // payers
-    for (size_t at = 0; at < waiting_.size();) {
-      const auto place = waiting_.begin() + static_cast<std::ptrdiff_t>(at);
-      std::shared_ptr<Offer> offer = *place;
-      if (std::find(full.begin(), full.end(), offer->payer) != full.end()) {
-        ++at;
-        continue;
-      }
-      waiting_.erase(place);
-      absl::Status status = accept(offer);
-      if (status.ok()) continue;
-      offer->full = std::move(status);
-      full.push_back(offer->payer);
-      waiting_.insert(waiting_.begin() + static_cast<std::ptrdiff_t>(at++), std::move(offer));
+  /// Whose turn it is: the first of a payer that is not among `full`, for whom there was no room. It goes on waiting;
+  /// nullptr: nobody's.
+  std::shared_ptr<Offer> Next(const std::vector<std::string>& full) const {
+    for (const auto& each : waiting_) {
+      if (std::find(full.begin(), full.end(), each->payer) == full.end()) return each;
     }
+    return nullptr;
   }
 
   bool empty() const { return waiting_.empty(); }

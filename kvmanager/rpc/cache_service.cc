@@ -275,7 +275,7 @@ class CacheService final : public api::Cache::Server {
       creation.loaded = true;
     }
     if (!store().long_calls().Fetches(id())) return BeginNext(creation);
-    auto check = store().caches().Check(id(), creation.prefixes[creation.next], CacheDirectory::Which::kPrefix);
+    auto check = store().caches().Check(id(), creation.prefixes[creation.next]);
     if (check.ok() && *check != nullptr) {
       creation.check = *std::move(check);
       return false;

@@ -34,6 +34,7 @@ struct Block : Evictable {
   std::vector<Page> pages;        // [layers]
   std::vector<Page> activations;  // [layers], Free where the engine gave none; empty in a cache without activations
   uint32_t holders = 0;           // sequences and hand-offs
+  uint32_t other_holders = 0;     // of these, those that are no sequences and no moves (BlockIndex)
   uint32_t pins = 0;              // of all pages, here and below of both kinds
   uint32_t jobs = 0;              // encode jobs under way
   uint32_t live_pages = 0;        // pages that are not Free

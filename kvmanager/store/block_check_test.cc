@@ -24,8 +24,8 @@ class BlockCheckTest : public testing::PageStoreTest {
     ASSERT_EQ(store().Publish(made, names_)->published, kBlocks);
     store().Drop(made);
   }
-  std::unique_ptr<BlockCheck> Check(CacheDirectory::Which which = CacheDirectory::Which::kPrefix) {
-    auto check = store().caches().Check(cache_, names_, which);
+  std::unique_ptr<BlockCheck> Check() {
+    auto check = store().caches().Check(cache_, names_);
     EXPECT_TRUE(check.ok()) << check.status();
     return *std::move(check);
   }
@@ -91,25 +91,12 @@ TEST_F(BlockCheckTest, WhatWasNotComparedIsNotTakenForVerified) {
   EXPECT_EQ(Begin().hit_blocks, 3);
 }
 
-// As a hand-off names them, which lacks what its sender has not named.
-TEST_F(BlockCheckTest, AllThatAreThereAreComparedWhicheverAreMissing) {
-  Flip(kBlocks - 1);
-  Pass();
-  names_[0] = BlockName();
-  EXPECT_EQ(Check(CacheDirectory::Which::kPrefix), nullptr);
-  const auto check = Check(CacheDirectory::Which::kAll);
-  ASSERT_NE(check, nullptr);
-  Run(*check);
-  EXPECT_EQ(failures(), 1);
-}
-
 TEST_F(BlockCheckTest, AFewBytesNeedNoThread) {
   Pass();
-  const auto few = store().caches().Check(cache_, absl::MakeConstSpan(names_).first(1), CacheDirectory::Which::kPrefix);
+  const auto few = store().caches().Check(cache_, absl::MakeConstSpan(names_).first(1));
   ASSERT_TRUE(few.ok());
   EXPECT_EQ(*few, nullptr);
-  EXPECT_EQ(store().caches().Check(cache_ + 1, names_, CacheDirectory::Which::kAll).status().code(),
-            absl::StatusCode::kNotFound);
+  EXPECT_EQ(store().caches().Check(cache_ + 1, names_).status().code(), absl::StatusCode::kNotFound);
 }
 
 TEST_F(BlockCheckTest, ItsBlocksStayWhileTheyAreCompared) {

@@ -12,12 +12,12 @@ class BlockCheckImpl final : public BlockCheck {
   // blocks: held.
   BlockCheckImpl(BlockIndex* index, std::vector<Block*> blocks, std::weak_ptr<const bool> alive)
       : index_(index), alive_(std::move(alive)), blocks_(std::move(blocks)), comparison_(index) {
-    for (const Block* block : blocks_) index_->other_holders().Note(block);
+    for (Block* block : blocks_) index_->NoteHolder(block);
   }
   ~BlockCheckImpl() override {
     if (alive_.expired()) return;
     for (; !blocks_.empty(); blocks_.pop_back()) {
-      index_->other_holders().Forget(blocks_.back());
+      index_->ForgetHolder(blocks_.back());
       index_->Release(blocks_.back());
     }
   }

@@ -95,21 +95,12 @@ class BlockIndex {
       Block, boost::intrusive::member_hook<Block, boost::intrusive::list_member_hook<Block::Link>, &Block::in_store>,
       boost::intrusive::constant_time_size<false>>;
   const Blocks& all() const { return blocks_; }
-  /// Holders that are no sequences and no moves: hand-offs, arrivals and checks.
-  class OtherHolders {
-   public:
-    void Note(const Block* block) { ++counts_[block]; }
-    void Forget(const Block* block) {
-      const auto found = counts_.find(block);
-      if (--found->second == 0) counts_.erase(found);
-    }
-    const absl::flat_hash_map<const Block*, uint32_t>& counts() const { return counts_; }
-
-   private:
-    absl::flat_hash_map<const Block*, uint32_t> counts_;
-  };
-  OtherHolders& other_holders() { return other_holders_; }
-  const OtherHolders& other_holders() const { return other_holders_; }
+  /// A holder that is no sequence and no move: a hand-off, an arrival or a check.
+  void NoteHolder(Block* block) { ++block->other_holders; }
+  void ForgetHolder(Block* block) {
+    KV_CHECK(block->other_holders > 0);
+    --block->other_holders;
+  }
 
  private:
   static bool VerifyChecksums(const Block& block);
@@ -121,7 +112,6 @@ class BlockIndex {
 
   const Parts parts_;
   Blocks blocks_;  // which it owns
-  OtherHolders other_holders_;
 };
 
 }  // namespace kvmanager

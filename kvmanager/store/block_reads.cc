@@ -18,7 +18,7 @@ class BlockReadsImpl final : public BlockReads {
     if (alive_.expired()) return;
     // Of a chain, children first (EvictionPolicy).
     for (; !found_.empty(); found_.pop_back()) {
-      index_->other_holders().Forget(found_.back());
+      index_->ForgetHolder(found_.back());
       index_->Release(found_.back(), &run_);
     }
     --cache_->leases;
@@ -42,7 +42,7 @@ class BlockReadsImpl final : public BlockReads {
         break;
       }
       bytes_max -= bytes;
-      index_->other_holders().Note(block);
+      index_->NoteHolder(block);
       cache_->tier->eviction().Found(&run_, block);
       found_.push_back(block);
       ++tiers[static_cast<size_t>(TakeHit(block))];

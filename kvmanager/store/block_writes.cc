@@ -44,12 +44,12 @@ class BlockWritesImpl final : public BlockWrites {
   void Release() {
     // Of a chain, children first (EvictionPolicy).
     for (; !held_.empty(); held_.pop_back()) {
-      parts_.blocks->other_holders().Forget(held_.back());
+      parts_.blocks->ForgetHolder(held_.back());
       parts_.blocks->Release(held_.back(), &run_);
     }
   }
   void Hold(Block* block) {
-    parts_.blocks->other_holders().Note(block);
+    parts_.blocks->NoteHolder(block);
     held_.push_back(block);
   }
 

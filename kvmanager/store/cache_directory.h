@@ -101,13 +101,9 @@ class CacheDirectory {
     }
     return (*retaining)->result();
   }
-  /// Which of the blocks that names name, name i that of block i: those before the first that is missing, or all that
-  /// are there.
-  enum class Which : uint8_t { kPrefix, kAll };
   /// What a sequence that has `names` would verify, to be verified before on another thread; nullptr: nothing, or so
   /// little that it need not.
-  virtual absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names,
-                                                            Which which) = 0;
+  virtual absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) = 0;
   /// For a cache in host memory: blocks `names`, the first of which is block `first` of its sequence, to be copied out
   /// or written (block_transfers.h). Reads end before a block whose pages, each rounded up to `align`, exceed
   /// bytes_max. raw: [names][layers], 1 where a page comes raw. Errors: NOT_FOUND; INVALID_ARGUMENT (more than

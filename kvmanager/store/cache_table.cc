@@ -270,21 +270,11 @@ absl::StatusOr<std::unique_ptr<Retaining>> CacheTable::BeginRetain(CacheId id, s
                        {static_cast<uint8_t>(priority), until_ns});
 }
 
-absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::Span<const BlockName> names,
-                                                              Which which) {
+absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::Span<const BlockName> names) {
   KV_ASSIGN_OR_RETURN(const auto cache, Find(id));
   KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
-  std::vector<Block*> found;
-  if (which == Which::kPrefix) {
-    MatchResult match;
-    found = FindPrefix(*cache, names, BlockIndex::Bytes::kTrust, &match);
-  }
-  for (uint32_t i = 0; which == Which::kAll && i < names.size(); ++i) {
-    MissReason reason;
-    Block* const block = parts_.blocks->Find(*cache, names[i], i, BlockIndex::Bytes::kTrust, &reason);
-    if (block != nullptr) found.push_back(block);
-  }
-  return MakeBlockCheck(parts_.blocks, std::move(found), parts_.alive);
+  MatchResult match;
+  return MakeBlockCheck(parts_.blocks, FindPrefix(*cache, names, BlockIndex::Bytes::kTrust, &match), parts_.alive);
 }
 
 absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindForTransfer(CacheId id, uint32_t first, size_t blocks) const {

@@ -56,8 +56,7 @@ class CacheTable final : public CacheDirectory {
   absl::StatusOr<std::unique_ptr<PrefixMatch>> BeginMatch(CacheId cache, std::vector<BlockName> names) override;
   absl::StatusOr<std::unique_ptr<Retaining>> BeginRetain(CacheId cache, std::vector<BlockName> names, uint32_t priority,
                                                          uint64_t ttl_ms) override;
-  absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names,
-                                                    Which which) override;
+  absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) override;
   absl::StatusOr<std::unique_ptr<BlockReads>> ReadBlocks(CacheId cache, uint32_t first,
                                                          absl::Span<const BlockName> names, uint64_t bytes_max,
                                                          uint64_t align) override;

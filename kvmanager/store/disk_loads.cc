@@ -127,7 +127,7 @@ class DiskLoads::Load final : public DiskLoad {
     return true;
   }
   void Hold(Block* block, uint64_t bytes) {
-    loads_.parts_.blocks->other_holders().Note(block);
+    loads_.parts_.blocks->NoteHolder(block);
     loads_.parts_.blocks->Hold(block);
     held_.push_back(block);
     bytes_.push_back(bytes);
@@ -192,7 +192,7 @@ Block* DiskLoads::Read(const std::shared_ptr<Cache>& cache, const DiskBlock& blo
   if (parts_.disk->Find(cache->digest, name.key) == nullptr) return nullptr;
   Block* const target = parts_.blocks->New(cache, found.index);
   target->name = name;
-  parts_.blocks->other_holders().Note(target);
+  parts_.blocks->NoteHolder(target);
   Reading reading{.cache = cache, .name = name};
   std::vector<MovingPage> pages;
   std::vector<BlockDisk::Target> targets;
@@ -258,7 +258,7 @@ void DiskLoads::Land(Block* target, bool read, absl::Span<const MovingPage> page
       parts_.disk->Erase(cache.digest, reading.name.key);
     }
   }
-  parts_.blocks->other_holders().Forget(target);
+  parts_.blocks->ForgetHolder(target);
   parts_.blocks->Release(target);
   --cache.leases;
   if (!cache.wanted) parts_.caches->CloseIfUnused(reading.cache);
@@ -294,7 +294,7 @@ void DiskLoads::GiveBack(std::vector<Block*> blocks) {
 // Of a chain, children first (EvictionPolicy).
 void DiskLoads::ReleaseLast(std::vector<Block*>& blocks) {
   for (size_t i = 0; i < kReleasedAtOnce && !blocks.empty(); ++i, blocks.pop_back()) {
-    parts_.blocks->other_holders().Forget(blocks.back());
+    parts_.blocks->ForgetHolder(blocks.back());
     parts_.blocks->Release(blocks.back());
   }
 }

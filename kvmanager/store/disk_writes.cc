@@ -32,7 +32,7 @@ class DiskWrites::Waiting final : public EncodeWaiter {
  public:
   Waiting(DiskWrites* writes, Block* block)
       : EncodeWaiter(writes->parts_.encodes, writes->parts_.alive), writes_(writes), block_(block) {
-    writes_->parts_.blocks->other_holders().Note(block_);
+    writes_->parts_.blocks->NoteHolder(block_);
     writes_->parts_.blocks->Hold(block_);
     std::vector<PageRef> pages;
     for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
@@ -42,7 +42,7 @@ class DiskWrites::Waiting final : public EncodeWaiter {
   }
   ~Waiting() override {
     if (store_has_gone()) return;
-    writes_->parts_.blocks->other_holders().Forget(block_);
+    writes_->parts_.blocks->ForgetHolder(block_);
     writes_->parts_.blocks->Release(block_);
   }
 

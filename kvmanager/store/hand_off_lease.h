@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -21,6 +22,7 @@
 #include "codecs/sequence_index.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/store/cache_config.h"
+#include "kvmanager/store/long_call.h"
 #include "kvmanager/store/store_ids.h"
 
 namespace kvmanager {
@@ -132,6 +134,7 @@ struct ArrivedPage {
 /// How many pages of a layer to recompute from their activations, of `pages` that are to come, the first
 /// `with_activations` of which may be recomputed: at most that many.
 using RecomputeChoice = absl::FunctionRef<uint32_t(uint32_t layer, uint32_t pages, uint32_t with_activations)>;
+using OwnedRecomputeChoice = absl::AnyInvocable<uint32_t(uint32_t layer, uint32_t pages, uint32_t with_activations)>;
 
 /// A page whose activations have arrived. Only who recomputes it touches `raw`, until Recomputed.
 struct RecomputePage {
@@ -172,9 +175,22 @@ class ImportLease {
   /// Where the bytes of a page go, on a GPU if its cache is there; empty if the block is already here and need not be
   /// sent. Of the trailer after Extend. A worker may call it once the call that the page is of has returned.
   virtual absl::Span<uint8_t> target(size_t page) const = 0;
-  /// The trailer, once: may need slots for pages that were declined. Errors: INVALID_ARGUMENT (what contradicts
-  /// itself or the header), RESOURCE_EXHAUSTED; either leaves everything as it was.
-  virtual absl::Status Extend(const HandOffTrailer& last) = 0;
+  /// Pages of the header, and after ExtendNext of the trailer, that have no target, ascending.
+  virtual absl::Span<const uint32_t> unwanted() const = 0;
+  /// The trailer, once: may need slots for pages that were declined. ExtendNext takes it in pieces of some 0.1 ms,
+  /// until it is false: then extended() is OK, or why not. Pages of the header may arrive meanwhile. Errors:
+  /// INVALID_ARGUMENT (what contradicts itself or the header), RESOURCE_EXHAUSTED; either leaves everything as it was.
+  /// Both also where a withdrawn page has come, or the room has gone, between two pieces: then it can only be given up.
+  virtual void BeginExtend(HandOffTrailer last) = 0;
+  virtual bool ExtendNext() = 0;
+  virtual absl::Status extended() const = 0;
+  /// All of it at once.
+  absl::Status Extend(HandOffTrailer last) {
+    BeginExtend(std::move(last));
+    while (ExtendNext()) {
+    }
+    return extended();
+  }
   /// Looks at the bytes of a page that has arrived, which come from a stranger: an encoded page must be one that the
   /// codec can compute on, a raw one finite. On any thread; reads as long as it runs. Returns the checksum. Of a GPU's
   /// page nothing is looked at, and 0 returned: kernels are safe on any bytes, since engines write there, too, and what
@@ -197,24 +213,51 @@ class ImportLease {
   virtual absl::StatusOr<SequenceId> Show() = 0;
   /// Every page is here.
   virtual bool complete() const = 0;
-  /// After Show, once complete: publishes named blocks. At most once.
-  virtual absl::Status Commit() = 0;
+  /// After Show, once complete: publishes named blocks, in pieces of some 0.1 ms, until it is false. Then committed()
+  /// is OK, or why not.
+  virtual bool CommitNext() = 0;
+  virtual absl::Status committed() const = 0;
+  /// All of it at once. At most once.
+  absl::Status Commit() {
+    while (CommitNext()) {
+    }
+    return committed();
+  }
   /// No more comes. A sequence that was shown is broken: who waits for its pages, and all later calls but
   /// Describe and Drop, get UNAVAILABLE with the reason. Slots go with the lease, which workers may still read.
   virtual void Break(const absl::Status& why) = 0;
+};
+
+/// A sequence that is to be received: its slots are reserved in pieces. Nothing of it is visible, and without Commit
+/// everything goes back. Blocks that are here already are compared with their checksums (CompareOne).
+class Importing : public LongCall {
+ public:
+  /// After kDone. Errors: Imports::Begin's, but for what it says at once.
+  virtual const absl::Status& status() const = 0;
+  /// Once, if status() is OK.
+  virtual std::unique_ptr<ImportLease> Commit() = 0;
 };
 
 /// Sequences that are received.
 class Imports {
  public:
   virtual ~Imports() = default;
-  /// first.config.device: where it is to be. On a GPU raw pages are given to the executor in Arrived. codec: as
-  /// CacheDirectory::Open's. recompute: asked once per layer before this returns; nothing is recomputed on a GPU.
-  /// Errors: INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec version; `device`
-  /// where indexes lie in slots), RESOURCE_EXHAUSTED.
-  virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first,
-                                                              std::shared_ptr<const Codec> codec,
-                                                              RecomputeChoice recompute) = 0;
+  /// first->config.device: where it is to be. On a GPU raw pages are given to the executor in Arrived. codec: as
+  /// CacheDirectory::Open's. recompute: asked once per layer; nothing is recomputed on a GPU. Errors: INVALID_ARGUMENT
+  /// (what contradicts itself or its cache), FAILED_PRECONDITION (codec version; `device` where indexes lie in slots),
+  /// RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<Importing>> Begin(std::shared_ptr<const HandOffHeader> first,
+                                                           std::shared_ptr<const Codec> codec,
+                                                           OwnedRecomputeChoice recompute) = 0;
+  /// All of it at once.
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first, std::shared_ptr<const Codec> codec,
+                                                      RecomputeChoice recompute) {
+    auto begun = Begin(std::make_shared<const HandOffHeader>(first), std::move(codec), recompute);
+    if (!begun.ok()) return begun.status();
+    (*begun)->DoAll();
+    if (!(*begun)->status().ok()) return (*begun)->status();
+    return (*begun)->Commit();
+  }
   absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first) {
     return Import(first, nullptr, [](uint32_t, uint32_t, uint32_t) { return 0u; });
   }

@@ -25,7 +25,7 @@ class HostCopies final : public std::enable_shared_from_this<HostCopies> {
     lease_ = nullptr;
     if (parts_.alive.expired()) return;
     for (; !blocks_.empty(); blocks_.pop_back()) {
-      parts_.blocks->other_holders().Forget(blocks_.back());
+      parts_.blocks->ForgetHolder(blocks_.back());
       parts_.blocks->Release(blocks_.back());
     }
     --to_->leases;
@@ -102,7 +102,7 @@ absl::Status HostCopies::Start() {
   KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, wanted, &slots));
   for (uint32_t i = 0; i < blocks; ++i) {
     blocks_.push_back(parts_.blocks->New(to_, i));
-    parts_.blocks->other_holders().Note(blocks_.back());
+    parts_.blocks->NoteHolder(blocks_.back());
     for (uint32_t layer = 0; layer < layers; ++layer) {
       PageChange reserved;
       if (encoded[size_t{layer} * blocks + i]) {

@@ -61,7 +61,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         tables_({&tiers_, &caches_, &sequences_}),
         arrivals_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &moves_, alive_}),
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),
-        imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
+        imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, this, alive_}),
         inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &disk_writes_,
                     &disk_loads_, &recovery_, &imports_, &reads_, &gone_, disk, clock, alive_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));

@@ -110,7 +110,7 @@ class Publications::Impl final : public Publication {
                                                BlockIndex::Bytes::kTrust, &reason);
       if (equal == nullptr) continue;
       if (parts_.blocks->IsUnverified(*equal)) comparison_.Add(equal);
-      parts_.blocks->other_holders().Note(equal);
+      parts_.blocks->NoteHolder(equal);
       piece_.push_back(equal);
     }
     return absl::OkStatus();
@@ -138,7 +138,7 @@ class Publications::Impl final : public Publication {
     }
     const bool aged = std::all_of(sequence.aged.begin(), sequence.aged.end(), [i](uint32_t n) { return n > i; });
     if (!aged) {
-      parts_.blocks->other_holders().Note(equal);
+      parts_.blocks->NoteHolder(equal);
       deferred_.push_back(equal);
       ++result_.deferred;
       return;
@@ -155,7 +155,7 @@ class Publications::Impl final : public Publication {
   }
   size_t EndOfPiece(size_t begin) const { return std::min(names_.size(), begin + kNamesOfPiece); }
   void GiveBack(Block* block) {
-    parts_.blocks->other_holders().Forget(block);
+    parts_.blocks->ForgetHolder(block);
     parts_.blocks->Release(block);
   }
 

@@ -145,7 +145,7 @@ bool Recovery::Fill(const std::shared_ptr<Cache>& cache, const BlockKey& key) {
   Block* const block = Claim(cache, known->second);
   ShowUnclaimed();
   if (block == nullptr) return false;
-  parts_.blocks->other_holders().Note(block);
+  parts_.blocks->NoteHolder(block);
   held_.push_back(block);
   return true;
 }
@@ -155,7 +155,7 @@ void Recovery::ReleaseHeld(size_t blocks_max) {
   for (; blocks_max > 0 && !held_.empty(); --blocks_max) {
     Block* const block = held_.back();
     held_.pop_back();
-    parts_.blocks->other_holders().Forget(block);
+    parts_.blocks->ForgetHolder(block);
     parts_.blocks->Release(block);
   }
 }

@@ -77,6 +77,10 @@ struct Sequence {
       if (!keeper.empty() && keeper[layer].followed) keeper[layer].index.push_back(place);
     }
   }
+  /// Whether somebody will ask for changes.
+  bool has_keepers() const {
+    return std::any_of(changed.begin(), changed.end(), [](const auto& keeper) { return !keeper.empty(); });
+  }
   bool HoldsRaw(uint32_t block_index, uint32_t layer) const { return block_index >= aged[layer]; }
 };
 

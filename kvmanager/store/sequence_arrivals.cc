@@ -45,7 +45,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
     Source source{block, block->cache == to_};
     hit_tiers_.push_back(TakeHit(block));
     if (source.here) {
-      parts_.blocks->other_holders().Note(block);
+      parts_.blocks->NoteHolder(block);
     } else {
       Pin(block);
     }
@@ -116,7 +116,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
     }
   }
   void GiveBack(Block* block) {
-    parts_.blocks->other_holders().Forget(block);
+    parts_.blocks->ForgetHolder(block);
     parts_.blocks->Release(block);
   }
 
@@ -203,7 +203,7 @@ absl::Status ArrivalLeaseImpl::Begin() {
   for (Source& source : sources_) {
     if (!source.here && !std::exchange(source.looked, true)) {
       source.equal = FindEqual(*source.block);
-      if (source.equal != nullptr) parts_.blocks->other_holders().Note(source.equal);
+      if (source.equal != nullptr) parts_.blocks->NoteHolder(source.equal);
     }
     blocks.push_back(source.here ? source.block : source.equal);
     if (blocks.back() != nullptr) continue;

@@ -42,7 +42,7 @@ class SequenceBeginnings::Beginning final : public SequenceBeginning {
                                                                          BlockIndex::Bytes::kTrust, &match_.reason);
       ended_ = block == nullptr;
       if (ended_) break;
-      parts_.blocks->other_holders().Note(block);
+      parts_.blocks->NoteHolder(block);
       piece_.push_back(block);
       if (parts_.blocks->IsUnverified(*block)) comparison_.Add(block);
     }
@@ -82,7 +82,7 @@ class SequenceBeginnings::Beginning final : public SequenceBeginning {
       const uint32_t blocks = static_cast<uint32_t>(sequence_->blocks.size()) + 1;
       std::fill(sequence_->aged.begin(), sequence_->aged.end(), blocks);
       std::fill(sequence_->tokens.begin(), sequence_->tokens.end(), uint64_t{blocks} * cache_->page_tokens());
-      parts_.blocks->other_holders().Forget(piece_[taken]);
+      parts_.blocks->ForgetHolder(piece_[taken]);
       parts_.sequences->Attach(*sequence_, piece_[taken]);
       ++tiers_[static_cast<size_t>(TakeHit(piece_[taken]))];
     }
@@ -94,7 +94,7 @@ class SequenceBeginnings::Beginning final : public SequenceBeginning {
     piece_.clear();
   }
   void GiveBack(Block* block) {
-    parts_.blocks->other_holders().Forget(block);
+    parts_.blocks->ForgetHolder(block);
     parts_.blocks->Release(block);
   }
 

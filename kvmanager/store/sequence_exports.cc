@@ -31,7 +31,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     for (const PageRef& ref : open_) parts_.blocks->Unpin(ref);
     for (const PageRef& ref : activations_) parts_.blocks->Unpin(ref);
     if (copy_ != nullptr) {
-      parts_.blocks->other_holders().Forget(copy_);
+      parts_.blocks->ForgetHolder(copy_);
       parts_.blocks->Release(copy_);
     }
     --cache_->leases;
@@ -238,7 +238,7 @@ absl::Status ExportLeaseImpl::Finish() {
     Reservation slots(cache_->tier->pool());
     KV_RETURN_IF_ERROR(cache_->tier->Reserve(*cache_, {.raw = cache_->layers()}, &slots));
     copy_ = parts_.blocks->New(cache_, full_blocks());
-    parts_.blocks->other_holders().Note(copy_);
+    parts_.blocks->NoteHolder(copy_);
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
       const PageId slot = slots.TakeRaw();
       const PageRef open{sequence->blocks[full_blocks()], layer};

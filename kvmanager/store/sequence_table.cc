@@ -86,9 +86,10 @@ void SequenceTable::Attach(Sequence& sequence, Block* block) {
   KV_CHECK(block->index == index);
   parts_.blocks->MakeUnevictable(block);
   sequence.blocks.push_back(block);
+  const bool notes_changes = sequence.has_keepers();  // of a new sequence, with very many pages, nobody
   for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
     if (sequence.HoldsRaw(index, layer)) ++block->pages[layer].raw_holds;
-    if (block->pages[layer].state != PageState::kFree) sequence.NoteChange(layer, index);
+    if (notes_changes && block->pages[layer].state != PageState::kFree) sequence.NoteChange(layer, index);
   }
   if (block->published) sequence.cache->tier->eviction().Found(&sequence.run, block);
 }
@@ -122,6 +123,15 @@ void SequenceTable::Leave(Sequence& sequence, uint32_t first) {
   if (sequence.blocks.size() <= first) return;
   Left left{sequence.cache, {sequence.blocks.begin() + first, sequence.blocks.end()}, sequence.aged, sequence.run};
   sequence.blocks.resize(first);
+  LeaveSoon(std::move(left));
+}
+
+void SequenceTable::LeaveBlocks(const std::shared_ptr<Cache>& cache, std::vector<Block*> blocks) {
+  const std::vector<uint32_t> no_raw_holds(cache->layers(), UINT32_MAX);
+  LeaveSoon({cache, std::move(blocks), no_raw_holds, EvictionRun()});
+}
+
+void SequenceTable::LeaveSoon(Left left) {
   ReleaseLast(left);
   if (left.blocks.empty()) return;
   left.counted = left.blocks.size();

@@ -76,6 +76,8 @@ class SequenceTable {
   /// Takes the blocks from `first` on away from the sequence, and gives them back: at once if they are few, else
   /// ReleaseSome does. REQUIRES: what they hold is what `aged` says now.
   void Leave(Sequence& sequence, uint32_t first);
+  /// The same with blocks of `cache` that somebody else holds, without raw holds: the last first.
+  void LeaveBlocks(const std::shared_ptr<Cache>& cache, std::vector<Block*> blocks);
   /// What an append at `position` ages, pages_max pages at most. Returns how many.
   size_t Age(Sequence& sequence, uint32_t layer, uint64_t position, size_t pages_max = SIZE_MAX);
 
@@ -99,6 +101,7 @@ class SequenceTable {
 
   /// One holder less of a block, and no raw hold of a sequence that has aged so far.
   void GiveBack(Block* block, absl::Span<const uint32_t> aged, const EvictionRun& run);
+  void LeaveSoon(Left left);
   /// Gives back the last of them, kPagesAtOnce or one block more.
   void ReleaseLast(Left& left);
   static SequenceInfo InfoOf(const Sequence& sequence);

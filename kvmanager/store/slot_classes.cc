@@ -67,4 +67,10 @@ SlotClasses MakeSlotClasses(absl::Span<const uint64_t> layer_bytes, size_t class
   return out;
 }
 
+void SlotCounts::Add(const SlotCounts& more) {
+  raw += more.raw;
+  activations += more.activations;
+  for (size_t i = 0; i < encoded.size(); ++i) encoded[i] += more.encoded[i];
+}
+
 }  // namespace kvmanager

@@ -34,6 +34,7 @@ struct SlotCounts {
   std::array<size_t, kSlotClassesMax> encoded{};  // by class
   size_t activations = 0;                         // of these the one form that they have
   bool none() const;
+  void Add(const SlotCounts& more);
 };
 
 }  // namespace kvmanager

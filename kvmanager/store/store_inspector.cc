@@ -196,7 +196,9 @@ void StoreInspector::CheckInvariants() const {
       }
     }
   }
-  for (const auto& [block, count] : parts_.blocks->other_holders().counts()) holders[block] += count;
+  for (const Block& block : parts_.blocks->all()) {
+    if (block.other_holders > 0) holders[&block] += block.other_holders;
+  }
   absl::flat_hash_map<const Cache*, uint64_t> arriving = parts_.disk_loads->Arriving();
   absl::flat_hash_map<const Tier*, uint64_t> demoting_bytes;
   demoting_bytes[(*parts_.tiers)[0].get()] = parts_.disk_writes->demoting_bytes();

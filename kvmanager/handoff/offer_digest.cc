@@ -1,0 +1,12 @@
+#include "kvmanager/handoff/offer_digest.h"
+
+namespace kvmanager {
+
+CacheDigest DigestOfOffer(const HandOffHeader& first, const Codec& codec) {
+  CacheConfig config = first.config;
+  config.codec = codec.info().spec;
+  config.calibration_digest = codec.info().calibration_digest;
+  return DigestOf(config, codec.info().version);
+}
+
+}  // namespace kvmanager
