@@ -227,8 +227,8 @@ TEST_F(DeviceRecomputeTest, ASenderThatDiesLeavesNothing) {
 }
 
 TEST_F(DeviceRecomputeTest, MemoryIsBoundedAndWeightsAreOfOneType) {
-  ASSERT_NO_FATAL_FAILURE(Start(-1, "raw", 0, "13MiB"));
-  // 10 MiB of buffers; a layer has 256 KiB of weights.
+  ASSERT_NO_FATAL_FAILURE(Start(-1, "raw", 0, "17MiB"));
+  // Three quarters are this tenant's: 10 MiB of buffers; a layer has 256 KiB of weights.
   source_.shape.layers = 20;
   ASSERT_OK_AND_ASSIGN(auto deep, there_->OpenCache(source_.shape));
   ASSERT_OK_AND_ASSIGN(auto projections, deep->OpenProjections(source_.facts));
@@ -236,9 +236,10 @@ TEST_F(DeviceRecomputeTest, MemoryIsBoundedAndWeightsAreOfOneType) {
   absl::Status status;
   while (layer < 20 && (status = projections->SetLayer(Registration(source_, layer).wire)).ok()) ++layer;
   EXPECT_GT(layer, 0);
-  EXPECT_TRUE(NamesField(status, absl::StatusCode::kResourceExhausted, "--recompute-device-bytes")) << status;
+  const std::string field = "--recompute-device-bytes of this tenant";
+  EXPECT_TRUE(NamesField(status, absl::StatusCode::kResourceExhausted, field)) << status;
   const absl::Status full = other_->OpenProjections(source_.facts).status();
-  EXPECT_TRUE(NamesField(full, absl::StatusCode::kResourceExhausted, "--recompute-device-bytes")) << full;
+  EXPECT_TRUE(NamesField(full, absl::StatusCode::kResourceExhausted, field)) << full;
   // Where the set is it stays; another type at first has it on the CPU.
   projections.reset();
   ASSERT_TRUE(Eventually([&] { return Metric(*receiver_, "kvmanager_recompute_device_bytes") == 0; }));

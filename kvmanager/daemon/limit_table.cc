@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "codecs/abi/plugin_process.h"
+#include "kvmanager/base/byte_budget.h"
 #include "kvmanager/daemon/log.h"
 #include "kvmanager/gpu/device_stream.h"
 #include "kvmanager/handoff/incoming_hand_offs.h"
@@ -113,6 +114,11 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
       {"tenant_pool_bytes", kTenant, kBytes, o.host_pool_bytes / 100 * static_cast<uint64_t>(o.tenant_most_percent),
        "--tenant-most-percent", &Use::tenant_pool_bytes,
        "pages in host memory of a payer that --tenants gives no bound of its own"},
+      {"tenant_recompute_bytes", kTenant, kBytes, ByteBudget::OfPayerMax(o.recompute_bytes), "--recompute-bytes",
+       &Use::tenant_recompute_bytes, "a payer's part of recompute_bytes: three quarters"},
+      {"tenant_recompute_device_bytes", kTenant, kBytes, ByteBudget::OfPayerMax(o.recompute_device_bytes),
+       "--recompute-device-bytes", &Use::tenant_recompute_device_bytes,
+       "a payer's part of recompute_device_bytes: three quarters"},
       {"tenant_sequences", kTenant, "sequences", StoreUse::kTenantSequencesMax, nullptr, &Use::tenant_sequences,
        "open sequences of a payer"},
       {"tenant_shared_blocks", kTenant, "blocks", StoreUse::kTenantSharedBlocksMax, nullptr, &Use::tenant_shared_blocks,
@@ -256,7 +262,7 @@ std::string LimitText(const Limit& limit) {
 std::string LimitsHelp(absl::Span<const Limit> limits) {
   std::string text = "Limits, with what they are by default; `kvctl limits` shows a daemon's, and their use:\n";
   for (const Limit& limit : limits) {
-    absl::StrAppendFormat(&text, "  %-27s %-9s of a %-11s %s%s\n", limit.name, LimitText(limit), limit.scope,
+    absl::StrAppendFormat(&text, "  %-29s %-9s of a %-11s %s%s\n", limit.name, LimitText(limit), limit.scope,
                           limit.bounds, limit.flag.empty() ? "" : absl::StrCat(" (", limit.flag, ")"));
   }
   return text;

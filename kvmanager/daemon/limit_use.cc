@@ -13,8 +13,10 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   if (holders.disk != nullptr) use.disk_bytes = holders.disk->use().used_bytes;
   use.arena_bytes = holders.arenas->used_bytes();
   use.recompute_bytes = holders.recomputer->bytes();
+  use.tenant_recompute_bytes = holders.recomputer->most_bytes_of_payer();
   for (const auto& gpu : holders.recomputer->GpuInfos()) {
     use.recompute_device_bytes = std::max(use.recompute_device_bytes, gpu.bytes);
+    use.tenant_recompute_device_bytes = std::max(use.tenant_recompute_device_bytes, gpu.most_of_payer);
   }
   use.request_bytes = holders.requests->used_bytes();
   use.reply_bytes = holders.replies->used_bytes();

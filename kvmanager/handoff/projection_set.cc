@@ -103,7 +103,7 @@ absl::StatusOr<ProjectionSet::Scratch> ProjectionSet::TakeScratch() const {
     if (device.scratch_bytes() < bytes) {
       // Twice as much as before, which stays: so all of it is at most twice what is needed.
       const size_t wanted = std::max(bytes, 2 * device.scratch_bytes());
-      KV_ASSIGN_OR_RETURN(ByteBudget::Charge charge, host_->Take("pinned memory for proofs on a GPU", wanted));
+      KV_ASSIGN_OR_RETURN(ByteBudget::Charge charge, host_->Take(payer, "pinned memory for proofs on a GPU", wanted));
       KV_RETURN_IF_ERROR(device.Scratch(wanted).status());
       place.gpu->scratch.push_back(std::move(charge));
     }

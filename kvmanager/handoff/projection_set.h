@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -52,7 +53,7 @@ struct RecomputeGpu {
 
   RecomputeDevice* const device;
   ByteBudget budget;
-  std::vector<ByteBudget::Charge> scratch;  // of the host's budget. The recomputer's thread
+  std::vector<ByteBudget::Charge> scratch;  // of the host's budget, whose proofs made it grow. The recomputer's thread
 };
 
 class ProjectionSet {
@@ -68,10 +69,11 @@ class ProjectionSet {
     ByteBudget::Charge buffers;
   };
 
-  /// host: of memory for proofs on a GPU; outlives this.
-  ProjectionSet(const CacheDigest& digest, const recompute::ProjectionModel& model, const Clock* clock,
-                ByteBudget* host)
+  /// payer: of the cache's tenant. host: of memory for proofs on a GPU; outlives this.
+  ProjectionSet(const CacheDigest& digest, std::string payer, const recompute::ProjectionModel& model,
+                const Clock* clock, ByteBudget* host)
       : digest(digest),
+        payer(std::move(payer)),
         model(model),
         profile(clock),
         ready(model.layers, false),
@@ -83,6 +85,7 @@ class ProjectionSet {
   recompute::ProjectionShape shape() const { return {model.hidden, model.width()}; }
 
   const CacheDigest digest;
+  const std::string payer;  // whose bytes its charges are, and whose turns its work has
   const recompute::ProjectionModel model;
   recompute::Profile profile;  // of projections; what it knows of copies is this memory's
 

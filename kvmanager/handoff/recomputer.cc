@@ -62,7 +62,7 @@ RecomputeGpu* Recomputer::GpuFor(int device) const {
 
 absl::Status Recomputer::PlaceOnCpu(ProjectionSet& set) {
   ProjectionSet::Place place;
-  KV_ASSIGN_OR_RETURN(place.buffers, host_.Take("buffers", BufferBytes(set.model)));
+  KV_ASSIGN_OR_RETURN(place.buffers, host_.Take(set.payer, "buffers", BufferBytes(set.model)));
   place.chunk_rows = kChunkRows;
   recompute::CpuExecutorOptions options;
   options.chunk_rows = kChunkRows;
@@ -76,8 +76,9 @@ absl::Status Recomputer::PlaceOnGpu(ProjectionSet& set, RecomputeGpu* gpu) {
   ProjectionSet::Place place;
   place.gpu = gpu;
   place.chunk_rows = gpu->device->chunk_rows();
-  KV_ASSIGN_OR_RETURN(place.buffers, gpu->budget.Take(absl::StrCat("buffers on GPU ", gpu->device->ordinal()),
-                                                      gpu->device->ExecutorBytes(set.model)));
+  KV_ASSIGN_OR_RETURN(place.buffers,
+                      gpu->budget.Take(set.payer, absl::StrCat("buffers on GPU ", gpu->device->ordinal()),
+                                       gpu->device->ExecutorBytes(set.model)));
   if (!gpu->device->CanMake(set.model)) {
     return FieldError(absl::StatusCode::kUnavailable, absl::StrCat("GPU ", gpu->device->ordinal()),
                       "at work for clients, which loading cuBLAS's kernels for this shape would wait for",
@@ -88,8 +89,8 @@ absl::Status Recomputer::PlaceOnGpu(ProjectionSet& set, RecomputeGpu* gpu) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::shared_ptr<ProjectionSet>> Recomputer::Open(const CacheDigest& digest, const ProjectionModel& model,
-                                                                int device) {
+absl::StatusOr<std::shared_ptr<ProjectionSet>> Recomputer::Open(const CacheDigest& digest, absl::string_view payer,
+                                                                const ProjectionModel& model, int device) {
   KV_RETURN_IF_ERROR(CheckModel(model));
   if (std::shared_ptr<ProjectionSet> known = Find(digest)) {
     if (SameFacts(known->model, model)) return known;
@@ -101,7 +102,7 @@ absl::StatusOr<std::shared_ptr<ProjectionSet>> Recomputer::Open(const CacheDiges
     if (set->second.expired()) sets_.erase(set);
     set = next;
   }
-  auto set = std::make_shared<ProjectionSet>(digest, model, clock_, &host_);
+  auto set = std::make_shared<ProjectionSet>(digest, std::string(payer), model, clock_, &host_);
   RecomputeGpu* const gpu = GpuFor(device);
   KV_RETURN_IF_ERROR(gpu == nullptr ? PlaceOnCpu(*set) : PlaceOnGpu(*set, gpu));
   sets_[digest] = set;
@@ -137,17 +138,19 @@ void Recomputer::Register(std::shared_ptr<ProjectionSet> set, LayerRegistration 
   absl::StatusOr<ByteBudget::Charge> weights = ByteBudget::Charge(), copies = ByteBudget::Charge();
   const bool known = set->ready[r.layer];
   if (!known && gpu != nullptr) {
-    weights = gpu->budget.Take(absl::StrCat(what, " on GPU ", gpu->device->ordinal()), gpu->device->LayerBytes(model));
+    weights = gpu->budget.Take(set->payer, absl::StrCat(what, " on GPU ", gpu->device->ordinal()),
+                               gpu->device->LayerBytes(model));
   } else if (!known) {
-    weights = host_.Take(what, LayerBytes(model));
+    weights = host_.Take(set->payer, what, LayerBytes(model));
   }
   if (!weights.ok()) return done(weights.status());
   // What waits here until it is copied. On a CPU it is no more than the weights.
-  if (known || gpu != nullptr) copies = host_.Take(absl::StrCat("a copy of ", what), r.copied_bytes);
+  if (known || gpu != nullptr) copies = host_.Take(set->payer, absl::StrCat("a copy of ", what), r.copied_bytes);
   if (!copies.ok()) return done(copies.status());
-  MutexLock lock(mutex_);
-  registrations_.push_back([this, set = std::move(set), r = std::move(r), weights = *std::move(weights),
-                            copies = *std::move(copies), done = std::move(done)]() mutable {
+  const std::string payer = set->payer;
+  absl::AnyInvocable<void()> registration = [this, set = std::move(set), r = std::move(r),
+                                             weights = *std::move(weights), copies = *std::move(copies),
+                                             done = std::move(done)]() mutable {
     absl::Status status = set->Register(r, std::move(weights));
     queue_->Post([set = std::move(set), layer = r.layer, keep = std::move(r.keep), copies = std::move(copies),
                   status = std::move(status), done = std::move(done)]() mutable {
@@ -157,7 +160,9 @@ void Recomputer::Register(std::shared_ptr<ProjectionSet> set, LayerRegistration 
       }
       done(std::move(status));
     });
-  });
+  };
+  MutexLock lock(mutex_);
+  registrations_.Push(payer, std::move(registration));
   wake_.notify_one();
 }
 
@@ -251,7 +256,10 @@ std::vector<Recomputer::SetInfo> Recomputer::Sets() const {
 
 std::vector<Recomputer::GpuInfo> Recomputer::GpuInfos() const {
   std::vector<GpuInfo> all;
-  for (const auto& gpu : gpus_) all.push_back({gpu->device->ordinal(), gpu->budget.used(), gpu->budget.max()});
+  for (const auto& gpu : gpus_) {
+    const ByteBudget& budget = gpu->budget;
+    all.push_back({gpu->device->ordinal(), budget.used(), budget.max(), budget.most_of_payer()});
+  }
   return all;
 }
 
@@ -274,7 +282,7 @@ std::vector<std::pair<std::string, Recomputer::Rate>> Recomputer::Links() const 
 void Recomputer::Recompute(std::shared_ptr<ProjectionSet> set, std::shared_ptr<RecomputeOwner> owner,
                            std::vector<RecomputePage> pages) {
   MutexLock lock(mutex_);
-  for (const RecomputePage& page : pages) pages_.push_back({set, owner, page});
+  for (const RecomputePage& page : pages) pages_.Push(set->payer, {set, owner, page});
   wake_.notify_one();
 }
 
@@ -288,18 +296,11 @@ void Recomputer::Work() {
       if (stopping_) return;
       if (!pages_.empty()) {
         // Pages first: a client waits for those.
-        jobs.push_back(std::move(pages_.front()));
-        pages_.pop_front();
-        const PageJob first = jobs.front();
-        std::erase_if(pages_, [&](PageJob& job) {
-          if (jobs.size() >= kPagesAtOnce || job.owner != first.owner || job.page.layer != first.page.layer)
-            return false;
-          jobs.push_back(std::move(job));
-          return true;
+        jobs = pages_.TakeTogether(kPagesAtOnce, [](const PageJob& first, const PageJob& job) {
+          return job.owner == first.owner && job.page.layer == first.page.layer;
         });
       } else {
-        registration = std::move(registrations_.front());
-        registrations_.pop_front();
+        registration = registrations_.Take();
       }
     }
     if (jobs.empty()) {
@@ -333,15 +334,16 @@ void Recomputer::Stop() {
   {
     MutexLock lock(mutex_);
     stopping_ = true;
-    for (PageJob& job : pages_) job.owner->cancelled = true;
+    pages_.ForEach([](const PageJob& job) { job.owner->cancelled = true; });
   }
   wake_.notify_one();
   if (thread_.joinable()) thread_.join();
-  std::deque<PageJob> pages;
-  std::deque<absl::AnyInvocable<void()>> registrations;
+  // They end without the lock.
+  Pages pages;
+  Registrations registrations;
   MutexLock lock(mutex_);
-  pages.swap(pages_);
-  registrations.swap(registrations_);
+  std::swap(pages, pages_);
+  std::swap(registrations, registrations_);
 }
 
 }  // namespace kvmanager

@@ -3,9 +3,14 @@
 // K and V of them.
 //
 // Owned by the daemon's wiring; outlives the transport, the loop's objects and IncomingHandOffs, not the workers. Calls
-// belong to the loop's thread but where they say otherwise. One thread of its own does what takes long, in the order of
-// asking: it copies and checks weights, and runs the reloads. Waiting registrations are charged with their copies, so
-// --recompute-bytes bounds the queue, too; waiting pages have their slots in the pool already.
+// belong to the loop's thread but where they say otherwise. One thread of its own does what takes long: it runs the
+// reloads, and copies and checks weights where no pages wait. Payers take turns, with pages and with registrations; a
+// payer's are in the order of asking. Waiting registrations are charged with their copies, so --recompute-bytes bounds
+// their lines, too; waiting pages have their slots in the pool already.
+//
+// Of --recompute-bytes, and of --recompute-device-bytes of each GPU, one payer has at most three quarters
+// (ByteBudget::OfPayerMax). Memory for proofs on a GPU serves all sets there and stays: it is charged to whose proofs
+// made it grow.
 //
 // Where a set's projections are multiplied is chosen when it is opened: on the GPU of its cache if there is one that
 // may be used for it, for a cache in host memory on the one with the fewest projections, without any on the CPU. X and
@@ -16,7 +21,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -31,6 +35,7 @@
 #include "kvmanager/base/ids.h"
 #include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/mutex.h"
+#include "kvmanager/base/owner_lines.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/handoff/projection_set.h"
 #include "kvmanager/handoff/recompute_metrics.h"
@@ -71,6 +76,7 @@ class Recomputer {
   struct GpuInfo {
     int ordinal = 0;
     uint64_t bytes = 0, bytes_max = 0;
+    uint64_t most_of_payer = 0;  // of `bytes`, of the payer who has most
   };
   struct Gpus {
     std::vector<RecomputeDevice*> devices;
@@ -85,10 +91,11 @@ class Recomputer {
   Recomputer(const Recomputer&) = delete;
   Recomputer& operator=(const Recomputer&) = delete;
 
-  /// The set of this cache, made if nobody has it open. device: CacheConfig::device. Errors: INVALID_ARGUMENT (facts);
-  /// FAILED_PRECONDITION (not those of the open set); RESOURCE_EXHAUSTED;
-  /// UNAVAILABLE (a GPU that is at work for clients, and a shape that it has not met).
-  absl::StatusOr<std::shared_ptr<ProjectionSet>> Open(const CacheDigest& digest,
+  /// The set of this cache, made if nobody has it open. payer: PayerName of the cache's tenant. device:
+  /// CacheConfig::device. Errors: INVALID_ARGUMENT (facts); FAILED_PRECONDITION (not those of the open set);
+  /// RESOURCE_EXHAUSTED, of this tenant or of all; UNAVAILABLE (a GPU that is at work for clients, and a shape that it
+  /// has not met).
+  absl::StatusOr<std::shared_ptr<ProjectionSet>> Open(const CacheDigest& digest, absl::string_view payer,
                                                       const recompute::ProjectionModel& model, int device);
   /// nullptr: nobody has it open.
   std::shared_ptr<ProjectionSet> Find(const CacheDigest& digest) const;
@@ -111,6 +118,7 @@ class Recomputer {
   void RecordLink(const std::string& host, int64_t bytes, int64_t elapsed_ns);
 
   uint64_t bytes() const { return host_.used(); }
+  uint64_t most_bytes_of_payer() const { return host_.most_of_payer(); }
   uint64_t bytes_max() const { return host_.max(); }
   std::vector<SetInfo> Sets() const;
   std::vector<GpuInfo> GpuInfos() const;
@@ -125,6 +133,9 @@ class Recomputer {
     std::shared_ptr<RecomputeOwner> owner;
     RecomputePage page;
   };
+  // By payer.
+  using Registrations = OwnerLines<std::string, absl::AnyInvocable<void()>>;
+  using Pages = OwnerLines<std::string, PageJob>;
   struct Link {
     recompute::Profile profile;
     int64_t used_ns = 0;
@@ -151,8 +162,8 @@ class Recomputer {
   mutable Mutex mutex_;
   std::condition_variable wake_;
   std::map<std::string, std::shared_ptr<Link>> links_ ABSL_GUARDED_BY(mutex_);
-  std::deque<absl::AnyInvocable<void()>> registrations_ ABSL_GUARDED_BY(mutex_);
-  std::deque<PageJob> pages_ ABSL_GUARDED_BY(mutex_);
+  Registrations registrations_ ABSL_GUARDED_BY(mutex_);
+  Pages pages_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // last: it uses everything above
 };

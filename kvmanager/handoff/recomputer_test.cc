@@ -1,14 +1,19 @@
-// Where projections are multiplied, what that is charged to, and what comes of it. GPUs are ones that multiply on the
-// CPU.
+// Where projections are multiplied, what and whom that is charged to, whose turn it is, and what comes of it. GPUs are
+// ones that multiply on the CPU.
 #include "kvmanager/handoff/recomputer.h"
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kvmanager/base/event_loop.h"
 #include "kvmanager/base/half.h"
 #include "transport/recompute/cpu_executor.h"
@@ -39,10 +44,20 @@ class FakeGpu final : public RecomputeDevice {
     return MakeCpuExecutor(model, {.chunk_rows = 64}, &link_, nullptr, clock_);
   }
   absl::StatusOr<absl::Span<uint8_t>> Scratch(size_t bytes) override {
+    if (const auto stop = std::exchange(stop_, nullptr)) {
+      stop->reached.set_value();
+      stop->go_on.get_future().wait();
+    }
     if (scratch_bytes() < bytes) scratch_.emplace_back(bytes);
     return absl::MakeSpan(scratch_.back());
   }
   size_t scratch_bytes() const override { return scratch_.empty() ? 0 : scratch_.back().size(); }
+
+  /// The recomputer's thread stands at the next proof. Before it is asked for one.
+  struct Stop {
+    std::promise<void> reached, go_on;
+  };
+  void StopAt(Stop* stop) { stop_ = stop; }
 
   std::atomic<bool> pinned{true};
   bool idle = true;
@@ -53,13 +68,24 @@ class FakeGpu final : public RecomputeDevice {
   const int ordinal_;
   const Clock* const clock_;
   recompute::MemoryLink link_;
+  Stop* stop_ = nullptr;
   std::vector<std::vector<uint8_t>> scratch_;
 };
 
 class Owner final : public RecomputeOwner {
  public:
-  void OnRecomputed(absl::StatusOr<std::vector<ArrivedPage>> pages) override { answers.push_back(std::move(pages)); }
+  /// order: gets the name at each answer.
+  explicit Owner(std::string name = "", std::vector<std::string>* order = nullptr)
+      : name_(std::move(name)), order_(order) {}
+  void OnRecomputed(absl::StatusOr<std::vector<ArrivedPage>> pages) override {
+    answers.push_back(std::move(pages));
+    if (order_ != nullptr) order_->push_back(name_);
+  }
   std::vector<absl::StatusOr<std::vector<ArrivedPage>>> answers;
+
+ private:
+  const std::string name_;
+  std::vector<std::string>* const order_;
 };
 
 class RecomputerTest : public ::testing::Test {
@@ -85,8 +111,8 @@ class RecomputerTest : public ::testing::Test {
     digest.bytes[0] = name;
     return digest;
   }
-  absl::StatusOr<std::shared_ptr<ProjectionSet>> Open(uint8_t name, int device) {
-    return recomputer_->Open(Digest(name), model_, device);
+  absl::StatusOr<std::shared_ptr<ProjectionSet>> Open(uint8_t name, int device, absl::string_view payer = "a") {
+    return recomputer_->Open(Digest(name), payer, model_, device);
   }
   Recomputer::SetInfo InfoOf(uint8_t name) const {
     for (const auto& info : recomputer_->Sets()) {
@@ -122,6 +148,14 @@ class RecomputerTest : public ::testing::Test {
     r.v = (*sides)[1];
     r.keep.push_back(sides);
     return r;
+  }
+  /// Asks without waiting; `order` gets the name when it is answered.
+  void Ask(const std::shared_ptr<ProjectionSet>& set, const LayerRegistration& registration, std::string name,
+           std::vector<std::string>* order) {
+    recomputer_->Register(set, registration, [name = std::move(name), order](const absl::Status& answer) {
+      EXPECT_EQ(answer, absl::OkStatus());
+      order->push_back(name);
+    });
   }
   absl::Status Register(const std::shared_ptr<ProjectionSet>& set, LayerRegistration registration) {
     absl::optional<absl::Status> status;
@@ -208,24 +242,142 @@ TEST_F(RecomputerTest, WhatIsFullIsNamed) {
     EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
     return DetailOf(status);
   };
-  Start({7}, 64 * kMiB, 15000);
+  Start({7}, 64 * kMiB, 18000);
   const World world = MakeWorld(model_, DType::kFloat16);
   auto set = Open(1, 7);
   ASSERT_TRUE(set.ok());
-  const ErrorDetail buffers = detail(Open(2, 7).status());
+  const ErrorDetail own = detail(Open(2, 7).status());
+  EXPECT_EQ(own.field, "--recompute-device-bytes of this tenant");
+  EXPECT_EQ(own.value, "10000 used, and 10000 wanted for buffers on GPU 7");
+  EXPECT_EQ(own.bound, "at most 13500, three quarters of --recompute-device-bytes; so others find room");
+  const ErrorDetail buffers = detail(Open(2, 7, "b").status());
   EXPECT_EQ(buffers.field, "--recompute-device-bytes");
   EXPECT_EQ(buffers.value, "10000 used, and 10000 wanted for buffers on GPU 7");
-  EXPECT_EQ(buffers.bound, "at most 15000");
+  EXPECT_EQ(buffers.bound, "at most 18000");
   ASSERT_EQ(Register(*set, Registration(world, 0)), absl::OkStatus());
   const ErrorDetail layer = detail(Register(*set, Registration(world, 1)));
-  EXPECT_EQ(layer.field, "--recompute-device-bytes");
+  EXPECT_EQ(layer.field, "--recompute-device-bytes of this tenant");
   EXPECT_EQ(layer.value, "13000 used, and 3000 wanted for layer 1 on GPU 7");
   // Copies wait in host memory.
   LayerRegistration copied = Registration(world, 0);
   copied.copied_bytes = 64 * kMiB;
   const ErrorDetail waiting = detail(Register(*set, std::move(copied)));
-  EXPECT_EQ(waiting.field, "--recompute-bytes");
+  EXPECT_EQ(waiting.field, "--recompute-bytes of this tenant");
   EXPECT_EQ(GpuBytes(0), 13000u);
+}
+
+// Of the host's memory, and of a GPU's.
+TEST_F(RecomputerTest, WhoHasThreeQuartersLeavesAnotherTheRest) {
+  const World world = MakeWorld(model_, DType::kFloat16);
+  for (const bool gpu : {false, true}) {
+    const absl::string_view flag = gpu ? "--recompute-device-bytes" : "--recompute-bytes";
+    Start(gpu ? std::vector<int>{0} : std::vector<int>{}, gpu ? 64 * kMiB : kMiB, 60000);
+    const int device = gpu ? 0 : CacheConfig::kHost;
+    const auto used = [&] { return gpu ? GpuBytes(0) : recomputer_->bytes(); };
+    const auto most = [&] {
+      return gpu ? recomputer_->GpuInfos().at(0).most_of_payer : recomputer_->most_bytes_of_payer();
+    };
+    std::vector<std::shared_ptr<ProjectionSet>> sets;
+    absl::Status refused;
+    for (uint8_t name = 1; refused.ok(); ++name) {
+      auto set = Open(name, device, "a");
+      refused = set.status();
+      for (int layer = 0; refused.ok() && layer < model_.layers; ++layer) {
+        refused = Register(*set, Registration(world, layer));
+      }
+      if (set.ok()) sets.push_back(*std::move(set));
+    }
+    EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
+    EXPECT_EQ(DetailOf(refused).field, absl::StrCat(flag, " of this tenant"));
+    const uint64_t of_a = used(), max = gpu ? 60000 : kMiB;
+    EXPECT_EQ(most(), of_a);
+    EXPECT_LE(of_a, max / 4 * 3);
+    EXPECT_GT(of_a, max / 2);
+    // Each of the other's is one more's.
+    auto of_b = Open(200, device, "b");
+    ASSERT_TRUE(of_b.ok()) << of_b.status();
+    EXPECT_EQ(Register(*of_b, Registration(world, 0)), absl::OkStatus());
+    EXPECT_GT(used(), of_a);
+    EXPECT_EQ(most(), of_a);
+    of_b->reset();
+    EXPECT_EQ(used(), of_a);
+    sets.clear();
+    EXPECT_EQ(used(), 0u);
+    EXPECT_EQ(most(), 0u);
+    recomputer_->Stop();
+    recomputer_.reset();
+    gpus_.clear();
+  }
+}
+
+TEST_F(RecomputerTest, RegistrationsAndPagesGoInTurnByPayer) {
+  Start({0});
+  World world = MakeWorld(model_, DType::kFloat16, 16 * 9);
+  auto a = Open(1, 0, "a"), b = Open(2, 0, "b");
+  ASSERT_TRUE(a.ok() && b.ok());
+  ASSERT_EQ(Register(*a, Registration(world, 0)), absl::OkStatus());
+  ASSERT_EQ(Register(*b, Registration(world, 0)), absl::OkStatus());
+  const LayerRegistration registration = Registration(world, 0);
+  std::vector<std::string> order;
+  FakeGpu::Stop stop;
+  gpus_[0]->StopAt(&stop);
+  Ask(*a, registration, "a0", &order);
+  stop.reached.get_future().wait();
+  for (int i = 1; i <= 100; ++i) Ask(*a, registration, absl::StrCat("a", i), &order);
+  Ask(*b, registration, "b1", &order);
+  Ask(*b, registration, "b2", &order);
+  // Of two hand-offs of A's, and one of B's.
+  World::Sequence& s = world.sequences[1];
+  const auto page = [&](uint32_t p) {
+    return RecomputePage{p, 0, 16u * p, s.activation_pointers[p], s.page_pointers[p]};
+  };
+  const auto first = std::make_shared<Owner>("pages a1", &order), second = std::make_shared<Owner>("pages a2", &order),
+             other = std::make_shared<Owner>("pages b", &order);
+  recomputer_->Recompute(*a, first, {page(0), page(1)});
+  recomputer_->Recompute(*a, second, {page(2)});
+  recomputer_->Recompute(*a, first, {page(3)});
+  recomputer_->Recompute(*b, other, {page(4)});
+  stop.go_on.set_value();
+  RunUntil([&] { return order.size() == 106; });
+  // Pages before registrations, in turn; those of one hand-off and layer together.
+  const std::vector<std::string> begin(order.begin(), order.begin() + 9);
+  EXPECT_EQ(begin, (std::vector<std::string>{"a0", "pages a1", "pages b", "pages a2", "b1", "a1", "b2", "a2", "a3"}));
+  ASSERT_TRUE(first->answers[0].ok());
+  EXPECT_EQ(first->answers[0]->size(), 3u);
+  for (int i = 3; i <= 100; ++i) EXPECT_EQ(order[5 + i], absl::StrCat("a", i));
+}
+
+TEST_F(RecomputerTest, WhatWaitsIsDroppedAtTheEnd) {
+  Start({0});
+  World world = MakeWorld(model_, DType::kFloat16, 16 * 9);
+  auto set = Open(1, 0);
+  ASSERT_TRUE(set.ok());
+  ASSERT_EQ(Register(*set, Registration(world, 0)), absl::OkStatus());
+  const uint64_t bytes = recomputer_->bytes(), gpu_bytes = GpuBytes(0);
+  FakeGpu::Stop stop;
+  gpus_[0]->StopAt(&stop);
+  std::vector<std::string> order;
+  LayerRegistration copied = Registration(world, 0);
+  copied.copied_bytes = 1000;
+  Ask(*set, copied, "first", &order);
+  stop.reached.get_future().wait();
+  Ask(*set, copied, "second", &order);
+  Ask(*set, Registration(world, 1), "third", &order);
+  EXPECT_EQ(recomputer_->bytes(), bytes + 2000);
+  EXPECT_EQ(GpuBytes(0), gpu_bytes + 3000);
+  World::Sequence& s = world.sequences[1];
+  auto owner = std::make_shared<Owner>();
+  recomputer_->Recompute(*set, owner, {{0, 0, 0, s.activation_pointers[0], s.page_pointers[0]}});
+  std::thread ending([&] { recomputer_->Stop(); });
+  while (!owner->cancelled) std::this_thread::yield();
+  stop.go_on.set_value();
+  ending.join();
+  while (queue_.RunSome()) {
+  }
+  EXPECT_EQ(order, std::vector<std::string>{"first"});
+  EXPECT_TRUE(owner->answers.empty());
+  EXPECT_EQ(recomputer_->bytes(), bytes);
+  EXPECT_EQ(GpuBytes(0), gpu_bytes);
 }
 
 TEST_F(RecomputerTest, MemoryForProofsIsTheHosts) {
@@ -233,12 +385,12 @@ TEST_F(RecomputerTest, MemoryForProofsIsTheHosts) {
   auto set = Open(1, 0);
   ASSERT_TRUE(set.ok());
   const absl::Status refused = Register(*set, Registration(MakeWorld(model_, DType::kFloat16), 0));
-  EXPECT_EQ(DetailOf(refused).field, "--recompute-bytes") << refused;
+  EXPECT_EQ(DetailOf(refused).field, "--recompute-bytes of this tenant") << refused;
   EXPECT_EQ(InfoOf(1).layers_ready, 0);
   EXPECT_EQ(GpuBytes(0), 10000u);
 }
 
-// With room for one layer and no byte more.
+// With room for one layer of one tenant, and no byte more.
 TEST_F(RecomputerTest, ALayerThatIsRegisteredIsChargedOnce) {
   const World world = MakeWorld(model_, DType::kFloat16);
   uint64_t all = 0;
@@ -250,7 +402,8 @@ TEST_F(RecomputerTest, ALayerThatIsRegisteredIsChargedOnce) {
     all = recomputer_->bytes();
     recomputer_->Stop();
   }
-  Start({}, all);
+  const uint64_t max = (all + 2) / 3 * 4;
+  Start({}, max);
   auto set = Open(1, CacheConfig::kHost);
   ASSERT_TRUE(set.ok());
   for (int i = 0; i < 3; ++i) {
@@ -262,11 +415,11 @@ TEST_F(RecomputerTest, ALayerThatIsRegisteredIsChargedOnce) {
   EXPECT_EQ(InfoOf(1).failed, "not finite");
   ASSERT_EQ(Register(*set, Registration(world, 0)), absl::OkStatus());
   EXPECT_EQ(InfoOf(1).failed, "");
-  EXPECT_EQ(DetailOf(Register(*set, Registration(world, 1))).field, "--recompute-bytes");
+  EXPECT_EQ(DetailOf(Register(*set, Registration(world, 1))).field, "--recompute-bytes of this tenant");
   // What waits to be copied is charged all the same.
   LayerRegistration copied = Registration(world, 0);
-  copied.copied_bytes = 1;
-  EXPECT_EQ(DetailOf(Register(*set, std::move(copied))).field, "--recompute-bytes");
+  copied.copied_bytes = max / 4 * 3 - all + 1;
+  EXPECT_EQ(DetailOf(Register(*set, std::move(copied))).field, "--recompute-bytes of this tenant");
 }
 
 TEST_F(RecomputerTest, WeightsOfAnotherTypeGoToTheCpu) {

@@ -156,7 +156,7 @@ class CacheService final : public api::Cache::Server {
       KV_ASSIGN_OR_RETURN(const recompute::ProjectionModel model,
                           ReadProjectionModel(context.getParams().getFacts(), config()));
       KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
-                          parts_.recomputer->Open(info.digest, model, config().device));
+                          parts_.recomputer->Open(info.digest, PayerName(config().tenant), model, config().device));
       context.getResults().setProjections(
           MakeProjectionsService(session_, parts_.recomputer, std::move(set), config()));
       return Done();
