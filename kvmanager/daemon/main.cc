@@ -32,8 +32,16 @@ namespace {
 
 constexpr int kExitUsage = 2, kExitFailed = 1;
 
+// Blocks SIGHUP. One that comes before it is known what it means waits, and ends no daemon that would read files again.
+void HoldHangUp() {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGHUP);
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+}
+
 // Blocks SIGTERM and SIGINT in this thread and all that it starts; they are read from the descriptor instead. SIGHUP
-// too where it means to read files again; else it ends a daemon whose terminal is gone.
+// too where it means to read files again; else it ends a daemon whose terminal is gone, by one that was held as well.
 int TakeSignals(bool hang_up) {
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // a log that is redirected to a file may reach a limit
@@ -41,8 +49,11 @@ int TakeSignals(bool hang_up) {
   sigemptyset(&set);
   sigaddset(&set, SIGTERM);
   sigaddset(&set, SIGINT);
-  if (hang_up) sigaddset(&set, SIGHUP);
+  sigset_t held;
+  sigemptyset(&held);
+  sigaddset(hang_up ? &set : &held, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  pthread_sigmask(SIG_UNBLOCK, &held, nullptr);
   return signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
 }
 
@@ -86,6 +97,7 @@ int main(int argc, char** argv) {
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kUcxProcessFlag) == 0) return kvmanager::RunUcxProcess();
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kPluginHostFlag) == 0) return kvmanager::RunPluginHost();
   if (argc >= 2 && std::strcmp(argv[1], kvmanager::kKeeperFlag) == 0) return kvmanager::RunKeeper(argc, argv);
+  HoldHangUp();
   const auto line = kvmanager::ParseCommandLine(argc, argv, kvmanager::LimitsHelp(kvmanager::ListLimits({}, nullptr)));
   if (!line.ok()) {
     std::fprintf(stderr, "kvmanagerd: %s\nTry kvmanagerd --help.\n", std::string(line.status().message()).c_str());

@@ -16,6 +16,7 @@
 #include "absl/strings/strip.h"
 #include "kvmanager/base/address.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/daemon/options_places.h"
 #include "kvmanager/daemon/options_trust.h"
 
 namespace kvmanager {
@@ -58,8 +59,7 @@ absl::Status ParseInteger(absl::string_view field, const std::string& text, int6
 }
 
 absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64_t low, uint64_t high, uint64_t* out) {
-  KV_ASSIGN_OR_RETURN(*out, ParseBytes(field, text));
-  if (*out < low || *out > high) return InvalidField(field, text, absl::StrCat(low, "..", high, " bytes"));
+  KV_ASSIGN_OR_RETURN(*out, ParseBytes(field, text, low, high));
   return absl::OkStatus();
 }
 
@@ -129,9 +129,6 @@ absl::Status Check(const Texts& texts, Options* options) {
     if (!address.ok() || address->unix_path.empty()) {
       return InvalidField("--admin-listen", admin, "unix:PATH with a path of 1..107 bytes, or none");
     }
-    if (std::find(options->listen.begin(), options->listen.end(), admin) != options->listen.end()) {
-      return InvalidField("--admin-listen", admin, "another socket than those of --listen");
-    }
   }
   if (texts.host_pool_bytes.empty()) {
     return InvalidField("--host-pool-bytes", "missing", "the memory for pages, such as 8GiB");
@@ -178,6 +175,7 @@ absl::Status Check(const Texts& texts, Options* options) {
   }
   options->tls_clients_required = texts.tls_clients == "require";
   KV_RETURN_IF_ERROR(CheckTrust(texts.peer_tenants, texts.peer_tls, options));
+  KV_RETURN_IF_ERROR(CheckPlaces(*options));
   if (!texts.arena_bytes.empty()) {
     KV_RETURN_IF_ERROR(
         CheckBytes("--arena-bytes", texts.arena_bytes, 0, Options::kArenaBytesMax, &options->arena_bytes));
@@ -234,7 +232,8 @@ absl::Status Check(const Texts& texts, Options* options) {
     if (!text.empty()) KV_RETURN_IF_ERROR(ParseInteger(flag, text, low, high, value));
   }
   if (!texts.peer_rate_bytes.empty()) {
-    KV_ASSIGN_OR_RETURN(options->peer_rate_bytes, ParseBytes("--peer-rate-bytes", texts.peer_rate_bytes));
+    KV_RETURN_IF_ERROR(
+        CheckBytes("--peer-rate-bytes", texts.peer_rate_bytes, 0, UINT64_MAX, &options->peer_rate_bytes));
     if (options->peer_rate_bytes != 0 && options->peer_rate_bytes < Options::kPeerRateBytesMin) {
       return InvalidField("--peer-rate-bytes", texts.peer_rate_bytes,
                           absl::StrCat("0 (no limit), or ", Options::kPeerRateBytesMin, " or more"));

@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <initializer_list>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -510,6 +512,75 @@ TEST(OptionsTest, ByteSuffixes) {
   for (const char* bad :
        {"", "KiB", "1.5", "1e300GiB", "nanGiB", "-1KiB", "1 GB", "0x10", "18446744073709551616", "17179869184GiB"}) {
     EXPECT_FALSE(ParseBytes("f", bad).ok()) << bad;
+  }
+}
+
+// Whatever is wrong with a size, the error says which sizes are right.
+TEST(OptionsTest, SizesAreRefusedWithTheirBounds) {
+  for (const char* const bad : {"16EiB", "16PB", "many", "", "1e9TiB", "99999999999999999999", "99999999999999TiB",
+                                "17179869184GiB", "8.5KiB", "65"}) {
+    const ErrorDetail detail = DetailOf(ParseBytes("--size", bad, 10, 64).status());
+    EXPECT_EQ(detail.field, "--size");
+    EXPECT_EQ(detail.value, bad);
+    EXPECT_NE(detail.bound.find("10..64 bytes"), std::string::npos) << detail.bound;
+  }
+  EXPECT_EQ(ParseBytes("--size", "64", 10, 64).value(), 64u);
+  EXPECT_EQ(ParseBytes("--size", "0.03125KiB", 10, 64).value(), 32u);
+  const std::string bound = absl::StrCat(Options::kHostPoolBytesMin, "..", Options::kHostPoolBytesMax, " bytes");
+  for (const char* const bad : {"16EiB", "16777216TiB", "40TiB"}) {
+    const auto line = Parse({"--listen", "unix:/a", "--host-pool-bytes", bad});
+    EXPECT_EQ(DetailOf(line.status()).field, "--host-pool-bytes");
+    EXPECT_EQ(DetailOf(line.status()).value, bad);
+    EXPECT_NE(DetailOf(line.status()).bound.find(bound), std::string::npos) << line.status();
+  }
+}
+
+TEST(OptionsTest, TwoFlagsThatNameOnePlaceAreBothNamed) {
+  const std::string folder = ::testing::TempDir() + "/places";
+  std::filesystem::create_directories(folder + "/real");
+  std::filesystem::remove(folder + "/link");
+  std::filesystem::create_directory_symlink("real", folder + "/link");
+  const auto disk = [](const std::string& disk, const std::string& state) {
+    return With({"--disk-path", disk, "--disk-bytes", "1GiB", "--state-dir", state});
+  };
+  struct Case {
+    std::vector<std::string> flags;
+    std::string field, value, other;
+  };
+  for (const Case& c : std::vector<Case>{
+           {disk("/d/x", "/d/x"), "--state-dir", "/d/x", "--disk-path /d/x"},
+           {disk("/d/x/", "/d/y/../x"), "--state-dir", "/d/y/../x", "--disk-path /d/x/"},
+           {disk(folder + "/real", folder + "/link"), "--state-dir", folder + "/link", "--disk-path " + folder},
+           {disk(folder + "/link/new", folder + "/real/new"), "--state-dir", folder + "/real/new", "--disk-path "},
+           {With({"--listen", "unix:/tmp/a.sock"}), "--listen", "unix:/tmp/a.sock", "--listen unix:/tmp/a.sock"},
+           {With({"--listen", "unix:/tmp//a.sock"}), "--listen", "unix:/tmp//a.sock", "--listen unix:/tmp/a.sock"},
+           {With({"--listen", "unix:/tmp/a.sock.admin"}), "--admin-listen", "unix:/tmp/a.sock.admin", "--listen"},
+           {With({"--admin-listen", "unix:/tmp/./a.sock"}), "--admin-listen", "unix:/tmp/./a.sock", "--listen"},
+           {With({"--listen", "tcp:[::1]:7", "--listen", "tcp:[::1]:7"}), "--listen", "tcp:[::1]:7",
+            "--listen tcp:[::1]:7"},
+           {With({"--listen", "tcp:127.0.0.1:7", "--metrics-listen", "127.0.0.1:7"}), "--metrics-listen", "127.0.0.1:7",
+            "--listen tcp:127.0.0.1:7"},
+           {With({"--peer-listen", "127.0.0.1:7", "--http-listen", "127.0.0.1:7"}), "--peer-listen", "127.0.0.1:7",
+            "--http-listen 127.0.0.1:7"},
+       }) {
+    const auto line = Parse(c.flags);
+    ASSERT_EQ(line.status().code(), absl::StatusCode::kInvalidArgument) << c.field << " " << c.value;
+    const ErrorDetail detail = DetailOf(line.status());
+    EXPECT_EQ(detail.field, c.field) << line.status();
+    EXPECT_EQ(detail.value, c.value);
+    EXPECT_NE(detail.bound.find(c.other), std::string::npos) << detail.bound;
+    EXPECT_NE(detail.bound.find("which this command names too"), std::string::npos) << detail.bound;
+  }
+  for (const std::vector<std::string>& flags : {
+           disk("/d/x", "/d/xy"),
+           disk("/d/x", "/d/x/state"),
+           disk(folder + "/real/a", folder + "/link/b"),
+           With({"--listen", "tcp:127.0.0.1:0", "--listen", "tcp:127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"}),
+           With({"--listen", "tcp:127.0.0.1:7", "--metrics-listen", "127.0.0.2:7"}),
+           With({"--listen", "unix:a.sock", "--listen", "unix:b.sock", "--admin-listen", "none"}),
+       }) {
+    const auto line = Parse(flags);
+    EXPECT_TRUE(line.ok()) << line.status();
   }
 }
 
