@@ -162,7 +162,7 @@ void BlockMoves::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool mo
 void BlockMoves::NotKept(const Block& block) {
   for (const auto& tier : *parts_.tiers) {
     if (tier->lower() != block.cache->tier || tier->mover() == nullptr) continue;
-    const std::shared_ptr<Cache> counterpart = parts_.caches->CounterpartIn(*block.cache, tier.get());
+    const std::shared_ptr<Cache> counterpart = parts_.caches->FindIn(block.cache->digest, tier.get());
     if (counterpart == nullptr) continue;
     Block* const there = counterpart->table.FindKey(block.name.key);
     if (there != nullptr) tier->SetKept(there, false);
@@ -174,7 +174,7 @@ bool BlockMoves::Demote(Block* block) {
   const std::shared_ptr<Cache> from = block->cache;
   Tier& tier = *from->tier;
   if (!tier.can_move()) return false;
-  if (const std::shared_ptr<Cache> counterpart = parts_.caches->CounterpartIn(*from, tier.lower())) {
+  if (const std::shared_ptr<Cache> counterpart = parts_.caches->FindIn(from->digest, tier.lower())) {
     if (Block* const known = counterpart->table.FindKey(block->name.key)) {
       counterpart->tier->eviction().Touch(known, /*run=*/nullptr);
       tier.SetKept(block, true);

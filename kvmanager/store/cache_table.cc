@@ -305,12 +305,9 @@ absl::StatusOr<std::unique_ptr<BlockWrites>> CacheTable::WriteBlocks(CacheId id,
   return MakeBlockWrites({parts_.blocks, parts_.metrics, parts_.alive}, cache, first, names, raw);
 }
 
-std::shared_ptr<Cache> CacheTable::CounterpartIn(const Cache& cache, const Tier* tier) const {
-  return tier == nullptr ? nullptr : FindIn(cache.digest, *tier);
-}
-
-std::shared_ptr<Cache> CacheTable::FindIn(const CacheDigest& digest, const Tier& tier) const {
-  const auto found = by_digest_.find({digest, tier.device()});
+std::shared_ptr<Cache> CacheTable::FindIn(const CacheDigest& digest, const Tier* tier) const {
+  if (tier == nullptr) return nullptr;
+  const auto found = by_digest_.find({digest, tier->device()});
   return found == by_digest_.end() ? nullptr : caches_.at(found->second);
 }
 
@@ -323,14 +320,16 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::OpenCounterpart(const Cache& 
 std::vector<Block*> CacheTable::FindPrefix(Cache& cache, absl::Span<const BlockName> names, BlockIndex::Bytes bytes,
                                            MatchResult* match) const {
   const bool moves = cache.tier->can_move();
-  const std::shared_ptr<Cache> lower = moves ? CounterpartIn(cache, cache.tier->lower()) : nullptr;
+  const std::shared_ptr<Cache> lower = moves ? FindIn(cache.digest, cache.tier->lower()) : nullptr;
   return parts_.blocks->FindPrefix(cache, names, bytes, moves, lower.get(), match);
 }
 
 void CacheTable::CheckInvariants() const {
   KV_CHECK(caches_.size() == by_digest_.size() && caches_.size() <= kCachesMax);
-  KV_CHECK(caches_.size() == by_opened_.size());
+  KV_CHECK(caches_.size() == by_opened_.size() && caches_.size() == of_payer_.all());
+  absl::flat_hash_map<PayerId, uint64_t> of_payer;
   for (const auto& [id, cache] : caches_) {
+    KV_CHECK(++of_payer[cache->payer] <= of_payer_.Of(cache->payer));
     KV_CHECK(by_opened_.at(cache->opened) == cache.get());
     KV_CHECK(cache->encoded_slots.of_layer.size() == cache->layers());
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {

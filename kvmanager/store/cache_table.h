@@ -73,11 +73,9 @@ class CacheTable final : public CacheDirectory {
                                                     const uint32_t* codec_version);
   void CloseIfUnused(const std::shared_ptr<Cache>& cache);
   Tier* TierOf(int device) const;  // nullptr: there is none
-  /// The cache of equal digest in another tier; nullptr: it is not open there.
-  std::shared_ptr<Cache> CounterpartIn(const Cache& cache, const Tier* tier) const;
-  /// The cache of this digest in a tier; nullptr: it is not open there.
-  std::shared_ptr<Cache> FindIn(const CacheDigest& digest, const Tier& tier) const;
-  /// The same, opened where it is not.
+  /// The cache of this digest in a tier; nullptr: it is not open there, or there is no such tier (nullptr).
+  std::shared_ptr<Cache> FindIn(const CacheDigest& digest, const Tier* tier) const;
+  /// The cache of equal digest in another tier, opened where it is not.
   absl::StatusOr<std::shared_ptr<Cache>> OpenCounterpart(const Cache& cache, const Tier& tier);
   /// BlockIndex::FindPrefix, also in the next lower tier where pages move.
   std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, BlockIndex::Bytes bytes,
@@ -85,6 +83,7 @@ class CacheTable final : public CacheDirectory {
   /// Errors: INVALID_ARGUMENT beyond kNamesMax.
   static absl::Status CheckNames(absl::Span<const BlockName> names);
   const std::map<CacheId, std::shared_ptr<Cache>>& all() const { return caches_; }
+  const OwnerCounts<PayerId>& of_payers() const { return of_payer_; }  // how many of them
   void CheckInvariants() const;
 
  private:

@@ -108,7 +108,7 @@ class DiskLoads::Load final : public DiskLoad {
     MissReason reason;
     if (Block* const block = cache_->table.Find(name, index, &reason)) return block;
     if (host_ == nullptr) {
-      host_ = loads_.parts_.caches->FindIn(cache_->digest, *loads_.parts_.host);
+      host_ = loads_.parts_.caches->FindIn(cache_->digest, loads_.parts_.host);
       if (host_ == nullptr) return nullptr;
       ++host_->leases;
     }

@@ -236,7 +236,7 @@ uint64_t DiskWrites::NotePurge(const CacheDigest* digest) {
 }
 
 void DiskWrites::OnGone(const CacheDigest& digest, const BlockKey& key, DiskLoss loss) {
-  const std::shared_ptr<Cache> cache = parts_.caches->FindIn(digest, *parts_.host);
+  const std::shared_ptr<Cache> cache = parts_.caches->FindIn(digest, parts_.host);
   GoneBlocks::Note note{.tier = kDiskTier};
   if (loss != DiskLoss::kEvicted) {
     note.reason = loss == DiskLoss::kErased ? GoneReason::kPurged : GoneReason::kDiskRecord;

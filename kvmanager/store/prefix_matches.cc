@@ -27,7 +27,7 @@ class PrefixMatchImpl final : public PrefixMatch {
     cache_ = found->get();
     // Of the next lower tier pages move up by themselves; the disk's come by way of the host.
     const bool moves = cache_->tier->can_move();
-    const std::shared_ptr<Cache> lower = moves ? parts_.caches->CounterpartIn(*cache_, cache_->tier->lower()) : nullptr;
+    const std::shared_ptr<Cache> lower = moves ? parts_.caches->FindIn(cache_->digest, cache_->tier->lower()) : nullptr;
     lower_ = lower.get();
     arrives_ = moves || parts_.disk != nullptr;
     return walked_ ? UseSome() : Walk();

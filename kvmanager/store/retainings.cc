@@ -22,7 +22,7 @@ class RetainingImpl final : public Retaining {
     if (status_ = found.status(); !status_.ok()) return false;
     const CacheDigest digest = (*found)->digest;
     for (const auto& tier : *parts_.tiers) {
-      if (const auto cache = parts_.caches->FindIn(digest, *tier)) copies_.push_back(cache);
+      if (const auto cache = parts_.caches->FindIn(digest, tier.get())) copies_.push_back(cache);
     }
     const size_t end = std::min(done_ + kNamesOfPiece, names_.size());
     // What is to go early goes from the end on: no parent before its children, if some of them go between two pieces.

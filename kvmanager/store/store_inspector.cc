@@ -121,10 +121,7 @@ StoreUse StoreInspector::Use() const {
   use.caches = parts_.caches->all().size();
   use.lease_pages = parts_.reads->pages().all();
   use.tenant_lease_pages = parts_.reads->pages().most();
-  absl::flat_hash_map<PayerId, uint64_t> caches;
-  for (const auto& [id, cache] : parts_.caches->all()) {
-    use.tenant_caches = std::max(use.tenant_caches, ++caches[cache->payer]);
-  }
+  use.tenant_caches = parts_.caches->of_payers().most();
   use.unwritten_blocks = parts_.disk_writes->unwritten();
   return use;
 }
