@@ -60,6 +60,8 @@ void EncodeJobs::Post(const std::shared_ptr<Cache>& cache, std::vector<PageRef> 
 
 void EncodeJobs::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items) {
   KV_CHECK(items.size() == pages.size());
+  std::vector<PageRef> done;  // for followers
+  if (!followers_.empty()) done.reserve(pages.size());
   for (size_t i = 0; i < pages.size(); ++i) {
     const PageRef ref = pages[i];
     Block* block = ref.block;
@@ -72,6 +74,9 @@ void EncodeJobs::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const E
       parts_.metrics->encoded_pages.Increment();
       parts_.metrics->encoded_bytes.Increment(static_cast<double>(block->cache->page_bytes(ref.layer)));
     }
+    // A page that is quarantined goes, unless it is pinned.
+    const bool stays = page.state != PageState::kQuarantined || page.pins > 0;
+    if (stays && !followers_.empty()) done.push_back(ref);
     if (parts_.blocks->EndJobIfQuarantined(ref, declined)) continue;
     PageChange after{page.raw, declined ? PageId() : page.encoded, declined, 0};
     Page kept;
@@ -83,7 +88,7 @@ void EncodeJobs::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const E
     parts_.blocks->ReleaseRawIfUnused(ref);
     parts_.blocks->MakeEvictableIfUnused(block);
   }
-  for (PageFollower* follower : followers_) follower->OnEncoded();
+  for (PageFollower* follower : followers_) follower->OnEncoded(done);
   TellFollowers();
   NotifyWaiters();
 }

@@ -26,8 +26,8 @@ class PageFollower {
   virtual uint64_t tokens() const = 0;
   /// A page of the sequence is full.
   virtual void OnFull(uint32_t block, uint32_t layer) = 0;
-  /// Some pages have been encoded, of any sequence.
-  virtual void OnEncoded() = 0;
+  /// These pages have been encoded, of one cache and any sequences.
+  virtual void OnEncoded(absl::Span<const PageRef> pages) = 0;
   /// As Exports'.
   virtual bool AwaitsWrites(SequenceId sequence) const = 0;
   virtual void OnWritten(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) = 0;

@@ -102,18 +102,23 @@ class ExportLease {
  public:
   virtual ~ExportLease() = default;
   virtual const HandOffHeader& first() const = 0;
+  /// Bytes of all pages in the forms in which the receiver keeps them, as far as the header knows.
+  virtual uint64_t needed_bytes() const = 0;
   /// Not OK: pages could not be copied to the host (ExportWay::kByHost), and it will not get further. UNAVAILABLE (the
   /// GPU has failed), DATA_LOSS (bytes that no page may have), RESOURCE_EXHAUSTED.
   virtual absl::Status status() const { return absl::OkStatus(); }
-  /// Pages of the header that the codec has done with since the last call, in the order in which it was; at first
-  /// their activations, so that who takes those can compute while the others are on their way. On a GPU each is there:
-  /// what is sent as it was appended has been written (Exports::Written).
-  virtual std::vector<ExportedPage> TakeReady() = 0;
+  /// Pages of the header that the codec has done with since the last call, pages_max at most, in the order in which it
+  /// was; at first their activations, so that who takes those can compute while the others are on their way. On a GPU
+  /// each is there: what is sent as it was appended has been written (Exports::Written).
+  virtual std::vector<ExportedPage> TakeReady(size_t pages_max) = 0;
+  std::vector<ExportedPage> TakeReady() { return TakeReady(SIZE_MAX); }
   /// Calls `fn` on the store's thread, from within other calls of the store: now and whenever there is something to
   /// take, last() appears, or status() changes. It may call this lease, but destroy none, and not call the store.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
-  /// The sequence is complete; copies its open pages. Errors leave everything as it was: FAILED_PRECONDITION naming the
-  /// shortest layer; NOT_FOUND, if it was dropped; RESOURCE_EXHAUSTED.
+  /// The sequence is complete; copies its open pages. What takes long of it is done by LongCalls::ReleaseSome; the
+  /// sequence can be appended to at once, and cropped once its open pages are copied and the names of its blocks read.
+  /// Errors leave everything as it was: FAILED_PRECONDITION naming the shortest layer; NOT_FOUND, if it was dropped;
+  /// RESOURCE_EXHAUSTED.
   virtual absl::Status Finish() = 0;
   virtual bool finished() const = 0;
   /// nullptr before Finish, and until the codec has encoded or declined every page of the header; on a GPU also
@@ -145,26 +150,51 @@ struct RecomputePage {
   uint8_t* raw = nullptr;                // where K and V go
 };
 
+/// A hand-off whose pages are being listed and pinned. Its sequence may be appended to, published and dropped
+/// meanwhile, not cropped. Destroying it, on the store's thread, gives all back.
+class ExportBeginning : public LongCall {
+ public:
+  /// Once, after kDone. Errors: NOT_FOUND, if the sequence was dropped meanwhile; UNAVAILABLE (the store has closed);
+  /// RESOURCE_EXHAUSTED (of the host, by way of which it goes).
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Commit() = 0;
+};
+
 /// Sequences that are sent.
 class Exports {
  public:
   virtual ~Exports() = default;
-  /// A sequence that is complete: begins and finishes at once. On a GPU everything that was appended must have been
-  /// written. Errors: FAILED_PRECONDITION naming the shortest layer, or `device` where its index lies in slots;
-  /// RESOURCE_EXHAUSTED.
-  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Whole(SequenceId sequence,
-                                                             const ExportOptions& options = {}) = 0;
+  /// A sequence that is complete, as it is now: the lease will be finished. On a GPU everything that was appended must
+  /// have been written. Errors: FAILED_PRECONDITION naming the shortest layer, or `device` where its index lies in
+  /// slots; INVALID_ARGUMENT (one of more than kHandOffPagesMax pages); RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<ExportBeginning>> BeginWhole(SequenceId sequence,
+                                                                      const ExportOptions& options) = 0;
   /// One that will have `tokens` tokens. On a GPU nothing counts as written before Written says so, what it has already
   /// included. Errors: INVALID_ARGUMENT (tokens); FAILED_PRECONDITION (directly, where its index lies in slots; by way
-  /// of the host, of memory that moves no pages); UNAVAILABLE (pages cannot move yet); RESOURCE_EXHAUSTED (of the host,
-  /// which is to have room for all of it).
-  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Growing(SequenceId sequence, uint64_t tokens,
-                                                               const ExportOptions& options = {}) = 0;
+  /// of the host, of memory that moves no pages); UNAVAILABLE (pages cannot move yet). RESOURCE_EXHAUSTED of the host,
+  /// which is to have room for all of it, comes with a later piece.
+  virtual absl::StatusOr<std::unique_ptr<ExportBeginning>> BeginGrowing(SequenceId sequence, uint64_t tokens,
+                                                                        const ExportOptions& options) = 0;
+  /// The same, all at once.
+  absl::StatusOr<std::unique_ptr<ExportLease>> Whole(SequenceId sequence, const ExportOptions& options = {}) {
+    return Commit(BeginWhole(sequence, options));
+  }
+  absl::StatusOr<std::unique_ptr<ExportLease>> Growing(SequenceId sequence, uint64_t tokens,
+                                                       const ExportOptions& options = {}) {
+    return Commit(BeginGrowing(sequence, tokens, options));
+  }
   /// Whether a hand-off of this sequence waits to hear of what is written (Growing).
   virtual bool AwaitsWrites(SequenceId sequence) const = 0;
   /// Kernels have written the first tokens[i] tokens of layer first_layer + i, all of them appended. Tells such
   /// hand-offs, also of a sequence that was dropped since; in any order.
   virtual void Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) = 0;
+
+ private:
+  static absl::StatusOr<std::unique_ptr<ExportLease>> Commit(
+      absl::StatusOr<std::unique_ptr<ExportBeginning>> beginning) {
+    if (!beginning.ok()) return beginning.status();
+    (*beginning)->DoAll();
+    return (*beginning)->Commit();
+  }
 };
 
 /// Slots reserved for a sequence that is being received. Destroying it without Commit gives back what nobody else uses.

@@ -10,114 +10,146 @@ namespace {
 
 absl::Status GpuHasFailed() { return absl::UnavailableError("the GPU has failed: it moves no pages any more"); }
 
-// The copies, and what they are made of. Shared by the lease and by moves on their way, which may end after it: slots
-// of either memory stay until then.
-class HostCopies final : public std::enable_shared_from_this<HostCopies> {
+class HostExportLease final : public ExportLease {
  public:
-  HostCopies(const SequenceExports::Parts& parts, std::unique_ptr<ExportLease> lease, std::shared_ptr<Cache> from,
-             std::shared_ptr<Cache> to)
-      : parts_(parts), from_(std::move(from)), to_(std::move(to)), lease_(std::move(lease)) {
-    ++to_->leases;
-    first_ = lease_->first();
-    first_.config = to_->config;
-  }
-  ~HostCopies() {
-    lease_ = nullptr;
-    if (parts_.alive.expired()) return;
-    for (; !blocks_.empty(); blocks_.pop_back()) {
-      parts_.blocks->ForgetHolder(blocks_.back());
-      parts_.blocks->Release(blocks_.back());
-    }
-    --to_->leases;
-    if (!to_->wanted) parts_.caches->CloseIfUnused(to_);
-  }
+  explicit HostExportLease(std::shared_ptr<HostExport> copies) : copies_(std::move(copies)) {}
+  ~HostExportLease() override { copies_->Close(); }
 
-  absl::Status Start();
-  /// Nobody wants them any more.
-  void Close() {
-    *closed_ = true;
-    fn_ = nullptr;
-  }
-
-  ExportLease& lease() { return *lease_; }
-  const HandOffHeader& first() const { return first_; }
-  const absl::Status& status() const { return status_; }
-  std::vector<ExportedPage> TakeReady() { return std::exchange(ready_, {}); }
-  const HandOffTrailer* last() const { return settled() ? lease_->last() : nullptr; }
-  absl::Span<const ExportedPage> last_pages() const { return last_pages_; }
-  void OnReady(absl::AnyInvocable<void()> fn) {
-    fn_ = std::move(fn);
-    told_last_ = false;
-    Tell();
-  }
+  const HandOffHeader& first() const override { return copies_->sent().first(); }
+  uint64_t needed_bytes() const override { return copies_->sent().needed_bytes(); }
+  absl::Status status() const override { return copies_->status(); }
+  std::vector<ExportedPage> TakeReady(size_t pages_max) override { return copies_->TakeReady(pages_max); }
+  void OnReady(absl::AnyInvocable<void()> fn) override { copies_->OnReady(std::move(fn)); }
+  absl::Status Finish() override { return copies_->sent().Finish(); }
+  bool finished() const override { return copies_->sent().finished(); }
+  const HandOffTrailer* last() const override { return copies_->last(); }
+  absl::Span<const ExportedPage> last_pages() const override { return copies_->last_pages(); }
+  absl::Span<const ExportedOpenPage> open_pages() const override { return {}; }
 
  private:
-  // A page on its way, and its number in the hand-off.
-  struct Copies {
-    std::vector<uint32_t> numbers;
-    std::vector<MovingPage> pages;
-  };
-
-  uint32_t full_blocks() const { return static_cast<uint32_t>(first_.blocks.size()); }
-  int open_tokens() const { return static_cast<int>(first_.tokens % to_->page_tokens()); }
-  bool settled() const { return took_last_ && on_their_way_ == 0 && status_.ok(); }
-  void Tell() {
-    const bool news = !ready_.empty() || !status_.ok() || (settled() && !std::exchange(told_last_, true));
-    if (fn_ != nullptr && news) fn_();
-  }
-  void Fail(absl::Status why) {
-    if (status_.ok()) status_ = std::move(why);
-  }
-  // Copies what has become ready.
-  void Go();
-  absl::Status TakeLast(Copies* copies);
-  void Add(uint32_t number, const HandOffPage& page, const ExportedPage& from, bool raw, Copies* copies);
-  void Move(Copies copies);
-  void Land(absl::Span<const uint32_t> numbers, absl::Span<const MovingPage> pages);
-
-  const SequenceExports::Parts parts_;
-  const std::shared_ptr<Cache> from_, to_;  // shared: see Block
-  std::unique_ptr<ExportLease> lease_;
-  HandOffHeader first_;
-  std::vector<Block*> blocks_;  // of the copies, each with this as its holder
-  std::vector<ExportedPage> ready_, last_pages_;
-  size_t on_their_way_ = 0;  // moves
-  bool took_last_ = false, told_last_ = false;
-  const std::shared_ptr<bool> closed_ = std::make_shared<bool>(false);  // shared with moves on their way
-  absl::Status status_;
-  absl::AnyInvocable<void()> fn_;
+  const std::shared_ptr<HostExport> copies_;  // shared: see there
 };
 
-absl::Status HostCopies::Start() {
-  const uint32_t layers = to_->layers(), blocks = full_blocks() + (open_tokens() > 0);
-  std::vector<bool> encoded(size_t{layers} * blocks);
-  SlotCounts wanted;
-  for (const HandOffPage& page : first_.pages) {
-    if (to_->keeps_raw(page.block, page.layer)) continue;
-    encoded[size_t{page.layer} * blocks + page.block] = true;
-    to_->CountEncodedSlots(page.layer, 1, &wanted);
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<HostExport>> HostExport::Make(SequenceExports* exports,
+                                                             const std::shared_ptr<Cache>& from) {
+  if (from->tier->mover() == nullptr) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(from->config.device),
+                      "a GPU that moves pages");
   }
-  wanted.raw = static_cast<size_t>(std::count(encoded.begin(), encoded.end(), false));
+  KV_RETURN_IF_ERROR(from->tier->mover()->status());
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, exports->parts().caches->OpenCounterpart(*from, *from->tier->lower()));
+  return std::make_shared<HostExport>(exports, from, std::move(to));
+}
+
+HostExport::HostExport(SequenceExports* exports, std::shared_ptr<Cache> from, std::shared_ptr<Cache> to)
+    : exports_(exports), alive_(exports->parts().alive), from_(std::move(from)), to_(std::move(to)) {
+  ++to_->leases;
+}
+
+HostExport::~HostExport() {
+  sent_ = nullptr;
+  if (alive_.expired()) return;
+  exports_->Forget(this);
+  ExportHolds holds;
+  holds.cache = to_;
+  holds.blocks = std::move(blocks_);
+  exports_->GiveBack(std::move(holds));
+}
+
+void HostExport::Close() {
+  *closed_ = true;
+  fn_ = nullptr;
+}
+
+void HostExport::Take(std::unique_ptr<ExportedSequence> sent) {
+  sent_ = std::move(sent);
+  sent_->GoFrom(to_->config);
+}
+
+// ---- room ----
+
+SlotCounts HostExport::CountAll() const {
+  SlotCounts wanted;
+  wanted.raw = size_t{to_->layers()} * (full_blocks() + (open_tokens() > 0));
+  for (uint32_t layer = 0; layer < to_->layers(); ++layer) {
+    const size_t encoded = sent_->encoded_pages(layer);
+    to_->CountEncodedSlots(layer, encoded, &wanted);
+    wanted.raw -= encoded;
+  }
+  return wanted;
+}
+
+absl::StatusOr<bool> HostExport::ReserveNext() {
+  // What would not fit as a whole evicts nothing.
+  if (!has_room_) {
+    const SlotCounts all = CountAll();
+    if (!to_->tier->CanReserve(*to_, all)) {
+      if (parts().owner->GiveBackSome()) return true;
+      if (!to_->tier->CanReserve(*to_, all)) return parts().owner->Exhausted(*to_, all);
+    }
+    has_room_ = true;
+  }
+  const uint32_t layers = to_->layers(), blocks = full_blocks() + (open_tokens() > 0);
+  const uint32_t first = static_cast<uint32_t>(blocks_.size());
+  const uint32_t end =
+      std::min(blocks, first + std::max<uint32_t>(1, static_cast<uint32_t>(SequenceExports::kPagesAtOnce / layers)));
+  SlotCounts wanted;
+  for (uint32_t i = first; i < end; ++i) {
+    for (uint32_t layer = 0; layer < layers; ++layer) {
+      goes_encoded(i, layer) ? to_->CountEncodedSlots(layer, 1, &wanted) : void(++wanted.raw);
+    }
+  }
   Reservation slots(to_->tier->pool());
   KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, wanted, &slots));
-  for (uint32_t i = 0; i < blocks; ++i) {
-    blocks_.push_back(parts_.blocks->New(to_, i));
-    parts_.blocks->NoteHolder(blocks_.back());
+  for (uint32_t i = first; i < end; ++i) {
+    blocks_.push_back(parts().blocks->New(to_, i));
+    parts().blocks->NoteHolder(blocks_.back());
     for (uint32_t layer = 0; layer < layers; ++layer) {
       PageChange reserved;
-      if (encoded[size_t{layer} * blocks + i]) {
+      if (goes_encoded(i, layer)) {
         reserved.encoded = slots.TakeEncoded(*to_, layer);
       } else {
         reserved.raw = slots.TakeRaw();
       }
-      parts_.blocks->Apply({blocks_.back(), layer}, PageEvent::kReserve, reserved);
+      parts().blocks->Apply({blocks_.back(), layer}, PageEvent::kReserve, reserved);
     }
   }
-  lease_->OnReady([this] { Go(); });  // the lease is this object's
-  return absl::OkStatus();
+  return end < blocks;
 }
 
-void HostCopies::Add(uint32_t number, const HandOffPage& page, const ExportedPage& from, bool raw, Copies* copies) {
+std::unique_ptr<ExportLease> HostExport::Start(std::shared_ptr<HostExport> copies) {
+  HostExport& self = *copies;
+  self.sent_->OnReady([&self] { self.Go(); });  // the lease is this object's
+  return std::make_unique<HostExportLease>(std::move(copies));
+}
+
+// ---- copies ----
+
+void HostExport::Fail(absl::Status why) {
+  if (status_.ok()) status_ = std::move(why);
+}
+
+void HostExport::OnReady(absl::AnyInvocable<void()> fn) {
+  fn_ = std::move(fn);
+  told_last_ = false;
+  Tell();
+}
+
+void HostExport::Tell() {
+  const bool news = !ready_.empty() || !status_.ok() || (settled() && !std::exchange(told_last_, true));
+  if (fn_ != nullptr && news) fn_();
+}
+
+std::vector<ExportedPage> HostExport::TakeReady(size_t pages_max) {
+  const auto end = ready_.begin() + static_cast<std::ptrdiff_t>(std::min(pages_max, ready_.size()));
+  std::vector<ExportedPage> pages(ready_.begin(), end);
+  ready_.erase(ready_.begin(), end);
+  return pages;
+}
+
+void HostExport::Add(uint32_t number, const HandOffPage& page, const ExportedPage& from, bool raw, Copies* copies) {
   MovingPage moving;
   moving.to = {blocks_[page.block], page.layer};
   moving.source = from.bytes.data();
@@ -130,55 +162,75 @@ void HostCopies::Add(uint32_t number, const HandOffPage& page, const ExportedPag
   copies->pages.push_back(moving);
 }
 
-void HostCopies::Go() {
-  if (*closed_ || !status_.ok()) return;
-  Copies copies;
-  for (const ExportedPage& page : lease_->TakeReady()) {
-    const HandOffPage& of = first_.pages[page.page];
-    Add(page.page, of, page, to_->keeps_raw(of.block, of.layer), &copies);
+void HostExport::Go() {
+  if (!later_ && CopySome()) {
+    later_ = true;
+    exports_->Later(this);
   }
-  if (lease_->last() != nullptr && !std::exchange(took_last_, true)) {
-    if (absl::Status status = TakeLast(&copies); !status.ok()) Fail(std::move(status));
-  }
-  if (!copies.pages.empty() && status_.ok()) Move(std::move(copies));
   Tell();
 }
 
-// What the codec declined needs slots of another size.
-absl::Status HostCopies::TakeLast(Copies* copies) {
-  const HandOffTrailer& last = *lease_->last();
-  Reservation slots(to_->tier->pool());
-  KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, {.raw = last.withdrawn.size()}, &slots));
-  for (const uint32_t number : last.withdrawn) {
-    const PageRef ref{blocks_[first_.pages[number].block], first_.pages[number].layer};
-    parts_.blocks->Apply(ref, PageEvent::kFree, {});
-    parts_.blocks->Apply(ref, PageEvent::kReserve, {slots.TakeRaw(), PageId()});
+bool HostExport::CopySome() {
+  if (*closed_ || !status_.ok()) return false;
+  Copies copies;
+  const std::vector<ExportedPage> ready = sent_->TakeReady(SequenceExports::kPagesAtOnce);
+  for (const ExportedPage& page : ready) {
+    const HandOffPage& of = first().pages[page.page];
+    Add(page.page, of, page, to_->keeps_raw(of.block, of.layer), &copies);
   }
-  for (size_t i = 0; i < last.pages.size(); ++i) {
-    const ExportedPage& from = lease_->last_pages()[i];
+  bool more = ready.size() == SequenceExports::kPagesAtOnce;
+  if (!more && sent_->last() != nullptr && !took_last()) {
+    const absl::StatusOr<bool> last = TakeLast(&copies);
+    if (!last.ok()) Fail(last.status());
+    more = last.ok() && *last;
+  }
+  if (!copies.pages.empty() && status_.ok()) Move(std::move(copies));
+  return more;
+}
+
+// What the codec declined needs slots of another size.
+absl::StatusOr<bool> HostExport::TakeLast(Copies* copies) {
+  const HandOffTrailer& last = *sent_->last();
+  if (withdrawn_taken_ < last.withdrawn.size()) {
+    const size_t end = std::min(last.withdrawn.size(), withdrawn_taken_ + SequenceExports::kPagesAtOnce);
+    Reservation slots(to_->tier->pool());
+    KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, {.raw = end - withdrawn_taken_}, &slots));
+    for (; withdrawn_taken_ < end; ++withdrawn_taken_) {
+      const HandOffPage& page = first().pages[last.withdrawn[withdrawn_taken_]];
+      const PageRef ref{blocks_[page.block], page.layer};
+      parts().blocks->Apply(ref, PageEvent::kFree, {});
+      parts().blocks->Apply(ref, PageEvent::kReserve, {slots.TakeRaw(), PageId()});
+    }
+    if (withdrawn_taken_ < last.withdrawn.size()) return true;
+  }
+  if (last_pages_.capacity() == 0) last_pages_.reserve(last.pages.size());
+  for (size_t left = SequenceExports::kPagesAtOnce; last_pages_.size() < last.pages.size(); --left) {
+    if (left == 0) return true;
+    const size_t i = last_pages_.size();
+    const ExportedPage& from = sent_->last_pages()[i];
     last_pages_.push_back({from.page, {}, 0});
     Add(from.page, last.pages[i], from, /*raw=*/true, copies);
   }
-  return absl::OkStatus();
+  return false;
 }
 
-void HostCopies::Move(Copies copies) {
+void HostExport::Move(Copies copies) {
   if (from_->tier->mover() == nullptr) return Fail(GpuHasFailed());
   ++on_their_way_;
-  parts_.mover->Move(*from_->tier, to_, std::move(copies.pages), closed_,
-                     [self = shared_from_this(), numbers = std::move(copies.numbers)](
-                         bool moved, const std::vector<MovingPage>& pages) {
-                       --self->on_their_way_;
-                       if (!moved || *self->closed_) {
-                         self->Fail(GpuHasFailed());
-                       } else {
-                         self->Land(numbers, pages);
-                       }
-                       self->Tell();
-                     });
+  parts().mover->Move(*from_->tier, to_, std::move(copies.pages), closed_,
+                      [self = shared_from_this(), numbers = std::move(copies.numbers)](
+                          bool moved, const std::vector<MovingPage>& pages) {
+                        --self->on_their_way_;
+                        if (!moved || *self->closed_) {
+                          self->Fail(GpuHasFailed());
+                        } else {
+                          self->Land(numbers, pages);
+                        }
+                        self->Tell();
+                      });
 }
 
-void HostCopies::Land(absl::Span<const uint32_t> numbers, absl::Span<const MovingPage> pages) {
+void HostExport::Land(absl::Span<const uint32_t> numbers, absl::Span<const MovingPage> pages) {
   for (size_t i = 0; i < pages.size(); ++i) {
     const MovingPage& moved = pages[i];
     if (moved.refused) {
@@ -188,52 +240,17 @@ void HostCopies::Land(absl::Span<const uint32_t> numbers, absl::Span<const Movin
     }
     const Page& page = moved.to.page();
     if (moved.open_tokens > 0) {
-      parts_.blocks->Apply(moved.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
+      parts().blocks->Apply(moved.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
     } else {
-      parts_.blocks->Apply(moved.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moved.raw, moved.checksum});
+      parts().blocks->Apply(moved.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moved.raw, moved.checksum});
     }
     const ExportedPage there{numbers[i], {moved.target, moved.bytes}, moved.checksum};
-    if (numbers[i] < first_.size()) {
+    if (numbers[i] < first().size()) {
       ready_.push_back(there);
     } else {
-      last_pages_[numbers[i] - first_.size()] = there;
+      last_pages_[numbers[i] - first().size()] = there;
     }
   }
-}
-
-class HostExportLease final : public ExportLease {
- public:
-  explicit HostExportLease(std::shared_ptr<HostCopies> copies) : copies_(std::move(copies)) {}
-  ~HostExportLease() override { copies_->Close(); }
-
-  const HandOffHeader& first() const override { return copies_->first(); }
-  absl::Status status() const override { return copies_->status(); }
-  std::vector<ExportedPage> TakeReady() override { return copies_->TakeReady(); }
-  void OnReady(absl::AnyInvocable<void()> fn) override { copies_->OnReady(std::move(fn)); }
-  absl::Status Finish() override { return copies_->lease().Finish(); }
-  bool finished() const override { return copies_->lease().finished(); }
-  const HandOffTrailer* last() const override { return copies_->last(); }
-  absl::Span<const ExportedPage> last_pages() const override { return copies_->last_pages(); }
-  absl::Span<const ExportedOpenPage> open_pages() const override { return {}; }
-
- private:
-  const std::shared_ptr<HostCopies> copies_;  // shared: see there
-};
-
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<ExportLease>> MakeHostExport(const SequenceExports::Parts& parts,
-                                                            std::unique_ptr<ExportLease> lease,
-                                                            const std::shared_ptr<Cache>& from) {
-  if (from->tier->mover() == nullptr) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(from->config.device),
-                      "a GPU that moves pages");
-  }
-  KV_RETURN_IF_ERROR(from->tier->mover()->status());
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, parts.caches->OpenCounterpart(*from, *from->tier->lower()));
-  auto copies = std::make_shared<HostCopies>(parts, std::move(lease), from, std::move(to));
-  KV_RETURN_IF_ERROR(copies->Start());
-  return std::make_unique<HostExportLease>(std::move(copies));
 }
 
 }  // namespace kvmanager

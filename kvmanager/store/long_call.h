@@ -81,9 +81,10 @@ class LongCalls {
   virtual absl::StatusOr<std::unique_ptr<Listing>> BeginAttend(CacheId cache, int layer,
                                                                absl::Span<const AttendEntry> entries) = 0;
   /// `fn` is called when a sequence leaves more blocks, by Drop or Crop, or a lease more pages, than are given back at
-  /// once; when an AppendLease goes that had begun to commit; and when blocks wait for the disk.
+  /// once; when an AppendLease goes that had begun to commit; when a hand-off that is sent goes on or leaves much; and
+  /// when blocks wait for the disk.
   virtual void OnLeftovers(std::function<void()> fn) = 0;
-  /// Gives back some more of these, commits or begins to write some more: 0.1 ms of each. False: that was all.
+  /// Gives back some more of these, commits, sends or begins to write some more: 0.1 ms of each. False: that was all.
   virtual bool ReleaseSome() = 0;
 };
 

@@ -60,10 +60,10 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, this, alive_}),
         tables_({&tiers_, &caches_, &sequences_}),
         arrivals_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &moves_, alive_}),
-        exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),
+        exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, this, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, this, alive_}),
         inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &disk_writes_,
-                    &disk_loads_, &recovery_, &imports_, &reads_, &gone_, disk, clock, alive_}) {
+                    &disk_loads_, &recovery_, &exports_, &imports_, &reads_, &gone_, disk, clock, alive_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
     recovery_.Recover();
   }
@@ -156,15 +156,17 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     disk_loads_.OnLeftovers(fn);
     disk_writes_.OnLeftovers(fn);
     recovery_.OnLeftovers(fn);
+    exports_.OnLeftovers(fn);
     sequences_.OnLeftovers(std::move(fn));
   }
   bool ReleaseSome() override {
     const bool more = GiveBackSome(), appends = appends_.FinishSome(), claims = recovery_.ClaimSome();
-    return disk_writes_.WriteSome() || more || appends || claims;  // last: the others may name blocks
+    const bool exports = exports_.GoOnSome();
+    return disk_writes_.WriteSome() || more || appends || claims || exports;  // last: the others may name blocks
   }
   bool GiveBackSome() override {
-    const bool reads = reads_.ReleaseSome(), loads = disk_loads_.ReleaseSome();
-    return sequences_.ReleaseSome() || reads || loads;
+    const bool reads = reads_.ReleaseSome(), loads = disk_loads_.ReleaseSome(), exports = exports_.ReleaseSome();
+    return sequences_.ReleaseSome() || reads || loads || exports;
   }
 
   void AfterName(Block* block) {

@@ -7,7 +7,7 @@
 //   tables      slot_tables.h        table_changes.h
 //   tiers       arrival_lease.h      sequence_arrivals.h, block_moves.h, mover.h
 //   the disk    disk_load.h          disk_loads.h, disk_writes.h
-//   hand-offs   hand_off_lease.h     sequence_exports.h, host_export.h, sequence_imports.h
+//   hand-offs   hand_off_lease.h     sequence_exports.h, exported_sequence.h, host_export.h, sequence_imports.h
 //   the whole   store_report.h       store_inspector.h (invariants), explanations.h, gone_blocks.h (how blocks went)
 //
 // Single-threaded: every method is called on the store's thread (the daemon's event loop). Workers and transports touch

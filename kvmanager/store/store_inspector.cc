@@ -196,6 +196,15 @@ void StoreInspector::CheckInvariants() const {
   for (const Block& block : parts_.blocks->all()) {
     if (block.other_holders > 0) holders[&block] += block.other_holders;
   }
+  for (const ExportHolds& left : parts_.exports->left()) {
+    KV_CHECK(left.cache->leases > 0 && left.pages.size() == left.numbers.size());
+    for (const auto* const pins : {&left.pages, &left.tail, &left.open, &left.activations}) {
+      for (const PageRef& ref : *pins) {
+        if (ref.block != nullptr) KV_CHECK(blocks.contains(ref.block) && ref.page().pins > 0);
+      }
+    }
+    for (const Block* block : left.blocks) KV_CHECK(blocks.contains(block) && block->holders > 0);
+  }
   absl::flat_hash_map<const Cache*, uint64_t> arriving = parts_.disk_loads->Arriving();
   absl::flat_hash_map<const Tier*, uint64_t> demoting_bytes;
   demoting_bytes[(*parts_.tiers)[0].get()] = parts_.disk_writes->demoting_bytes();

@@ -22,6 +22,7 @@
 #include "kvmanager/store/gone_blocks.h"
 #include "kvmanager/store/payers.h"
 #include "kvmanager/store/recovery.h"
+#include "kvmanager/store/sequence_exports.h"
 #include "kvmanager/store/sequence_imports.h"
 #include "kvmanager/store/sequence_table.h"
 #include "kvmanager/store/store_reads.h"
@@ -47,6 +48,7 @@ class StoreInspector final : public StoreReport {
     const DiskWrites* disk_writes = nullptr;
     const DiskLoads* disk_loads = nullptr;
     const Recovery* recovery = nullptr;
+    const SequenceExports* exports = nullptr;
     SequenceImports* imports = nullptr;
     const StoreReads* reads = nullptr;
     const GoneBlocks* gone = nullptr;
