@@ -365,6 +365,52 @@ TEST_F(LoopTest, WithAppendsOfVeryManyPages) {
   }
 }
 
+// Out of a daemon and into the same one: as many pages as a quarter of the bound.
+TEST_F(LoopTest, WithHandOffsOfVeryManyPages) {
+  DaemonOptions large;
+  large.host_pool_bytes = uint64_t{3000} << 20;
+  ASSERT_NO_FATAL_FAILURE(Restart(large));
+  CacheOptions options = Options("sent", 1, 16);
+  options.layers = 4;
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  constexpr int kAtOnce = 2000;
+  const std::vector<uint8_t> rows(size_t{kAtOnce} * kPageTokens * 16 * 2);
+  const auto append = [&](const client::Sequence& sequence, int layer) -> absl::Status {
+    for (int done = 0; done < kMostBlocks; done += kAtOnce) {
+      const StepEntry entry{sequence.id(), uint64_t(done) * kPageTokens, kAtOnce * kPageTokens};
+      StepBatch batch;
+      batch.layer = layer;
+      batch.entries = {&entry, 1};
+      batch.k = batch.v = TensorView::Inline(rows.data(), rows.size());
+      KV_RETURN_IF_ERROR(cache->Step(batch).status());
+    }
+    return absl::OkStatus();
+  };
+  {
+    ASSERT_OK_AND_ASSIGN(const CreatedSequence made, cache->CreateSequence());
+    for (int layer = 0; layer < 4; ++layer) ASSERT_OK(append(*made.sequence, layer));
+    EXPECT_EQ(LongTurns("appends of 60,000 blocks of 4 layers"), 0);
+    ASSERT_OK_AND_ASSIGN(const auto sent, made.sequence->HandOff(daemon_->peer(), "", 60000));
+    EXPECT_EQ(sent.pages_sent, 4u * kMostBlocks);
+    EXPECT_EQ(LongTurns("handOff of them"), 0);
+    // And cancelled, at some time.
+    for (const int64_t ms : {5, 40}) {
+      EXPECT_FALSE(made.sequence->HandOff(daemon_->peer(), "", ms).ok());
+      ASSERT_OK(client_->Ping());
+    }
+    EXPECT_EQ(LongTurns("two that end before"), 0);
+  }
+  ASSERT_OK(client_->Ping());
+  ASSERT_OK_AND_ASSIGN(const CreatedSequence grows, cache->CreateSequence());
+  ASSERT_OK_AND_ASSIGN(const auto hand_off,
+                       grows.sequence->BeginHandOff(daemon_->peer(), uint64_t{kMostBlocks} * kPageTokens, 60000));
+  EXPECT_EQ(LongTurns("beginHandOff"), 0);
+  for (int layer = 0; layer < 4; ++layer) ASSERT_OK(append(*grows.sequence, layer));
+  EXPECT_EQ(LongTurns("appends meanwhile"), 0);
+  ASSERT_OK(hand_off->Finish(""));
+  EXPECT_EQ(LongTurns("its end"), 0);
+}
+
 TEST_F(LoopTest, WithManySequences) {
   const std::vector<absl::Span<const BlockName>> none(4096);
   std::vector<std::vector<absl::StatusOr<CreatedSequence>>> all;

@@ -29,6 +29,7 @@
 #include "kvmanager/daemon/server_plugins.h"
 #include "kvmanager/daemon/server_ucx.h"
 #include "kvmanager/daemon/tenant_gauges.h"
+#include "kvmanager/daemon/watched.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/process_steps.h"
@@ -263,7 +264,9 @@ class ServerImpl final : public Server {
                     .loop = &loop,
                     .metrics = &of.metrics_.hand_offs,
                     .gpus = of.devices_.gpus(),
-                    .shares_gpu_memory = of.options_.peer_local_copy && of.options_.peer_rate_bytes == 0}),
+                    .shares_gpu_memory = of.options_.peer_local_copy && of.options_.peer_rate_bytes == 0,
+                    .workers = of.workers_.get(),
+                    .watch = Watched(of.calls_.turns(), "handOff")}),
           host_calls({.store = of.store_.get(),
                       .workers = of.workers_.get(),
                       .queue = &of.queue_,

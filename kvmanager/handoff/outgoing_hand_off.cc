@@ -8,18 +8,31 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/handoff/gpu_landing.h"
-#include "kvmanager/handoff/limits.h"
 #include "kvmanager/handoff/manifest.h"
 
 namespace kvmanager {
 namespace {
 
-HandOffPart MakePart(std::string manifest, absl::Span<const HandOffPage> pages) {
+void AddSizes(absl::Span<const HandOffPage> pages, HandOffPart* part) {
+  for (const HandOffPage& page : pages) part->page_bytes.push_back(page.bytes);
+}
+
+HandOffPart MakeFirst(const HandOffHeader& first) {
   HandOffPart part;
-  part.manifest = std::move(manifest);
-  for (const HandOffPage& page : pages) part.page_bytes.push_back(page.bytes);
+  part.manifest = WriteFirstManifest(first);
+  AddSizes(first.pages, &part);
+  AddSizes(first.activations, &part);
+  return part;
+}
+
+HandOffPart MakeLast(const HandOffTrailer& last, absl::string_view blob) {
+  HandOffPart part;
+  part.manifest = WriteLastManifest(last, blob);
+  AddSizes(last.pages, &part);
+  part.withdrawn = last.withdrawn;
   return part;
 }
 
@@ -36,39 +49,41 @@ bool WantsKeptRawInTrailer(const absl::Status& status) {
   return absl::IsInvalidArgument(status) && absl::StartsWith(field, "pages[") && absl::EndsWith(field, "].bytes");
 }
 
-OutgoingHandOff::OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target)
-    : parts_(parts), lease_(std::move(lease)), target_(std::move(target)) {
-  parts_.active->of_payers.Add(target_.payer);
-  parts_.active->to_peers.Add(std::pair(target_.payer, target_.peer));
+OutgoingHandOff::OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target, SendPlace place)
+    : parts_(parts), lease_(std::move(lease)), target_(std::move(target)), place_(std::move(place)) {}
+
+OutgoingHandOff::~OutgoingHandOff() = default;
+
+kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> OutgoingHandOff::Begin(const Parts& parts,
+                                                                          std::unique_ptr<ExportLease> lease,
+                                                                          Target target, SendPlace place) {
+  using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
+  auto made = std::make_shared<OutgoingHandOff>(parts, std::move(lease), std::move(target), std::move(place));
+  if (absl::Status found = made->FindGpu(); !found.ok()) return Begun(std::move(found));
+  const HandOffHeader* const first = &made->lease_->first();
+  return made->Make(first->blocks.size() + first->size(), [first] { return MakeFirst(*first); })
+      .then([made](HandOffPart part) -> Begun {
+        KV_RETURN_IF_ERROR(made->Offer(std::move(part)));
+        return kj::heap<CancelOnDrop>(made);
+      });
 }
 
-OutgoingHandOff::~OutgoingHandOff() {
-  parts_.active->of_payers.Remove(target_.payer);
-  parts_.active->to_peers.Remove(std::pair(target_.payer, target_.peer));
-}
-
-absl::Status OutgoingHandOff::CheckRoom(const Parts& parts, const std::string& payer, const std::string& peer) {
-  const uint64_t own = parts.active->of_payers.Of(payer);
-  if (own >= limits::kTenantOutgoingMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("hand-offs being sent", kOfTenant),
-                      absl::StrCat(own), absl::StrCat("below ", limits::kTenantOutgoingMax));
-  }
-  const uint64_t there = peer.empty() ? 0 : parts.active->to_peers.Of(std::pair(payer, peer));
-  if (there >= limits::kTenantToPeerMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("hand-offs being sent to ", peer, kOfTenant),
-                      absl::StrCat(there), absl::StrCat("below ", limits::kTenantToPeerMax));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<std::shared_ptr<OutgoingHandOff>> OutgoingHandOff::Begin(const Parts& parts,
-                                                                        std::unique_ptr<ExportLease> lease,
-                                                                        Target target) {
-  KV_RETURN_IF_ERROR(CheckRoom(parts, target.payer, target.peer));
-  auto made = std::make_shared<OutgoingHandOff>(parts, std::move(lease), std::move(target));
-  KV_RETURN_IF_ERROR(made->FindGpu());
-  KV_RETURN_IF_ERROR(made->Offer());
-  return made;
+kj::Promise<HandOffPart> OutgoingHandOff::Make(size_t pages, absl::AnyInvocable<HandOffPart()> make) {
+  if (parts_.workers == nullptr || pages <= kPagesAtOnce) return make();
+  // The lease comes back with what was made: it is destroyed on the loop's thread.
+  struct Made {
+    std::shared_ptr<ExportLease> lease;
+    HandOffPart part;
+  };
+  const WorkerPool::Owner owner = WorkerPool::OwnerOf(lease_->first().config.tenant);
+  return OnWorker<Made>(parts_.workers, &parts_.loop->queue(), owner,
+                        [lease = lease_, make = std::move(make)]() mutable {
+                          Made made;
+                          made.part = make();
+                          made.lease = std::move(lease);
+                          return made;
+                        })
+      .then([](Made made) { return std::move(made.part); });
 }
 
 absl::Status OutgoingHandOff::FindGpu() {
@@ -80,22 +95,23 @@ absl::Status OutgoingHandOff::FindGpu() {
   if (!parts_.shares_gpu_memory) {
     return NoGpuPages(absl::UnavailableError("a daemon whose memory no other may read, or whose rate is limited"));
   }
-  for (const HandOffPage& page : first.pages) {
-    if (page.bytes >= kPageHashBytesMin) continue;
-    return NoGpuPages(InvalidField("page bytes", page.bytes, absl::StrCat("at least ", kPageHashBytesMin)));
-  }
   return absl::OkStatus();
 }
 
-absl::Status OutgoingHandOff::Offer() {
+absl::Status OutgoingHandOff::Offer(HandOffPart part) {
   const HandOffHeader& first = lease_->first();
   const uint64_t page_tokens = first.config.layout.page_tokens;
   const uint64_t pages = (first.tokens + page_tokens - 1) / page_tokens * first.config.layers + first.size();
   SendRequest request;
   request.peer = target_.peer;
-  request.first = MakePart(WriteFirstManifest(first), first.pages);
-  for (const HandOffPage& page : first.activations) request.first.page_bytes.push_back(page.bytes);
-  if (gpu_ != nullptr) request.first.gpu = gpu_->device()->info().uuid;
+  request.first = std::move(part);
+  if (gpu_ != nullptr) {
+    for (const PageSizes::Run& run : request.first.page_bytes.runs()) {
+      if (run.bytes >= kPageHashBytesMin) continue;
+      return NoGpuPages(InvalidField("page bytes", run.bytes, absl::StrCat("at least ", kPageHashBytesMin)));
+    }
+    request.first.gpu = gpu_->device()->info().uuid;
+  }
   request.stall_ms = std::min(target_.timeout_ms, SendRequest::kStallMsDefault);
   request.room_ms = target_.room_ms;
   if (request.first.manifest.size() > HandOffPart::kManifestBytesMax || pages > HandOffPart::kPagesMax) {
@@ -116,7 +132,9 @@ absl::Status OutgoingHandOff::Offer() {
     });
   };
   events.done = [queue, self = shared_from_this()](absl::StatusOr<SendResult> result) mutable {
-    queue->Post([self = std::move(self), result = std::move(result)]() mutable { self->OnDone(std::move(result)); });
+    queue->Post([self = std::move(self), result = std::move(result)]() mutable {
+      self->parts_.pieces().Run([&] { self->OnDone(std::move(result)); });
+    });
   };
   begun_unix_ns_ = absl::ToUnixNanos(absl::Now());
   transfer_ = parts_.transport->Begin(std::move(request), std::move(events));
@@ -178,15 +196,55 @@ void OutgoingHandOff::Fail(absl::Status why) {
 }
 
 void OutgoingHandOff::Pump() {
-  if (ended_.has_value() || cancelled_) return;
+  parts_.pieces().Run([this] { PumpPiece(); });
+}
+
+void OutgoingHandOff::PumpPiece() {
+  if (ended_.has_value() || cancelled_ || pumping_) return;
   if (absl::Status status = lease_->status(); !status.ok()) return Fail(std::move(status));
-  Post(lease_->TakeReady());
+  const std::vector<ExportedPage> ready = lease_->TakeReady(kPagesAtOnce);
+  Post(ready);
+  if (ready.size() == kPagesAtOnce) return PumpLater();
+  if (cancelled_ || lease_->last() == nullptr || blob_ == nullptr) return;
+  if (!std::exchange(makes_last_, true)) SayLast();
+  if (said_last_) PostLast();
+}
+
+void OutgoingHandOff::PumpLater() {
+  pumping_ = true;
+  parts_.loop->queue().Post([weak = weak_from_this()] {
+    const auto self = weak.lock();
+    if (self == nullptr) return;
+    self->pumping_ = false;
+    self->Pump();
+  });
+}
+
+void OutgoingHandOff::SayLast() {
+  const auto say = [this](HandOffPart last) {
+    if (ended_.has_value() || cancelled_) return;
+    said_last_ = true;
+    parts_.transport->Finish(*transfer_, std::move(last));
+  };
   const HandOffTrailer* const last = lease_->last();
-  if (cancelled_ || last == nullptr || blob_ == nullptr || std::exchange(said_last_, true)) return;
-  HandOffPart part = MakePart(WriteLastManifest(*last, *blob_), last->pages);
-  part.withdrawn = last->withdrawn;
-  parts_.transport->Finish(*transfer_, std::move(part));
-  Post(lease_->last_pages(), lease_->open_pages());
+  const size_t pages = last->blocks.size() + last->pages.size() + last->withdrawn.size();
+  const auto make = [last, blob = blob_] { return MakeLast(*last, *blob); };
+  if (parts_.workers == nullptr || pages <= kPagesAtOnce) return say(make());
+  making_last_ = Make(pages, make)
+                     .then([this, say](HandOffPart last) {
+                       say(std::move(last));
+                       Pump();
+                     })
+                     .eagerlyEvaluate(nullptr);
+}
+
+void OutgoingHandOff::PostLast() {
+  const absl::Span<const ExportedPage> pages = lease_->last_pages();
+  const bool first = posted_last_ == 0;
+  const absl::Span<const ExportedPage> piece = pages.subspan(posted_last_, kPagesAtOnce);
+  posted_last_ += piece.size();
+  Post(piece, first ? lease_->open_pages() : absl::Span<const ExportedOpenPage>());
+  if (posted_last_ < pages.size()) PumpLater();
 }
 
 void OutgoingHandOff::OnAccepted(std::string ticket) {
@@ -242,7 +300,9 @@ kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOff::Finish(SharedBlob blob
   if (blob_ != nullptr) return Result(absl::FailedPreconditionError("this hand-off was finished before"));
   // One-shot hand-offs begin with a lease that is finished.
   if (!lease_->finished()) {
-    if (absl::Status status = lease_->Finish(); !status.ok()) return Result(std::move(status));
+    absl::Status status;
+    parts_.pieces().Run([&] { status = lease_->Finish(); });
+    if (!status.ok()) return Result(std::move(status));
   }
   blob_ = std::move(blob);
   auto waiting = kj::newPromiseAndFulfiller<Result>();

@@ -1,19 +1,25 @@
-// One hand-off to another daemon, perhaps of a sequence that still grows. The loop's thread.
+// One hand-off to another daemon, perhaps of a sequence that still grows. The loop's thread, but for manifests of very
+// many pages, which workers make. Pages are given to the transport in pieces, between which others are served.
 #pragma once
 
 #include <kj/async.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "kvmanager/base/event_loop.h"
-#include "kvmanager/base/owner_counts.h"
+#include "kvmanager/base/worker_pool.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
+#include "kvmanager/handoff/loop_pieces.h"
+#include "kvmanager/handoff/send_place.h"
 #include "kvmanager/store/page_store.h"
 #include "transport/transport.h"
 
@@ -32,11 +38,7 @@ struct SentHandOff {
 /// Whether a peer refused pages of the header for their bytes, as earlier builds refuse sinks.
 bool WantsKeptRawInTrailer(const absl::Status& status);
 
-/// Hand-offs under way. Each counts itself.
-struct ActiveSends {
-  OwnerCounts<std::string> of_payers;
-  OwnerCounts<std::pair<std::string, std::string>> to_peers;  // by payer and peer
-};
+class CancelOnDrop;
 
 /// One hand-off, from its offer to the receiver's confirmation. Shared by who waits for it and by the transport's
 /// completions, whichever lives longer; pages stay pinned until the transport lets go.
@@ -50,6 +52,11 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     Gpus gpus;
     bool shares_gpu_memory = false;  // whether other daemons of this host may read GPUs' pages
     ActiveSends* active = nullptr;
+    WorkerPool* workers = nullptr;  // nullptr: all is done on the loop's thread
+    /// Does what is given, and looks how long it holds the loop; empty: nobody looks.
+    std::function<void(absl::FunctionRef<void()> piece)> watch;
+
+    LoopPieces pieces() const { return {&loop->queue(), watch}; }
   };
   struct Target {
     std::string peer;          // "HOST:PORT"
@@ -58,15 +65,14 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     bool will_append = false;  // as Exports::Whole's
     std::string payer;         // whose it is (payer_name.h)
   };
-  /// Whether a payer may send one more, and where `peer` is not empty, there. Errors: RESOURCE_EXHAUSTED
-  /// (limits::kTenantOutgoingMax, kTenantToPeerMax).
-  static absl::Status CheckRoom(const Parts& parts, const std::string& payer, const std::string& peer);
+  static constexpr size_t kPagesAtOnce = 1024;  // are given to the transport: some 0.1 ms
 
   /// Offers it and sends its pages as the lease has them, those of a GPU out of its memory. Errors: INVALID_ARGUMENT
-  /// for one that is too long; RESOURCE_EXHAUSTED (CheckRoom's); WantsHostPages.
-  static absl::StatusOr<std::shared_ptr<OutgoingHandOff>> Begin(const Parts& parts, std::unique_ptr<ExportLease> lease,
-                                                                Target target);
-  OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target);
+  /// for one that is too long; WantsHostPages.
+  static kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> Begin(const Parts& parts,
+                                                                  std::unique_ptr<ExportLease> lease, Target target,
+                                                                  SendPlace place);
+  OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target, SendPlace place);
   ~OutgoingHandOff();
   OutgoingHandOff(const OutgoingHandOff&) = delete;
   OutgoingHandOff& operator=(const OutgoingHandOff&) = delete;
@@ -84,8 +90,15 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
  private:
   template <typename T>
   kj::Promise<absl::StatusOr<T>> WithDeadline(kj::Promise<absl::StatusOr<T>> promise, int64_t ms);
-  absl::Status Offer();
+  // `make` reads only what does not change any more of the lease; a worker calls it where there are very many pages.
+  kj::Promise<HandOffPart> Make(size_t pages, absl::AnyInvocable<HandOffPart()> make);
+  absl::Status Offer(HandOffPart first);
+  // Gives the transport a piece of what there is, and goes on with the next message.
   void Pump();
+  void PumpPiece();
+  void PumpLater();
+  void SayLast();
+  void PostLast();
   void OnAccepted(std::string ticket);
   void OnDone(absl::StatusOr<SendResult> result);
   uint32_t LayerOf(uint32_t page) const;
@@ -97,15 +110,19 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   const Parts& parts_;                  // OutgoingHandOffs'
   std::shared_ptr<ExportLease> lease_;  // nullptr once it has ended; a GPU that still works for it shares it
   const Target target_;
+  const SendPlace place_;
   Gpu* gpu_ = nullptr;                                    // whose pages they are
   std::vector<std::shared_ptr<const DeviceSlab>> slabs_;  // in which they lie
   absl::Status failed_;                                   // why this ended it
   bool cancelled_ = false;                                // nothing more is offered
   std::optional<uint64_t> transfer_;
   int64_t begun_unix_ns_ = 0;
-  std::string ticket_;  // empty before it was accepted
-  SharedBlob blob_;     // once it is complete
-  bool said_last_ = false;
+  std::string ticket_;    // empty before it was accepted
+  SharedBlob blob_;       // once it is complete
+  bool pumping_ = false;  // a message goes on
+  bool makes_last_ = false, said_last_ = false;
+  size_t posted_last_ = 0;  // of the trailer's pages
+  kj::Promise<void> making_last_ = nullptr;
   std::optional<absl::Status> ended_;
   std::string waits_because_;  // the receiver is full
   kj::Own<kj::PromiseFulfiller<absl::StatusOr<std::string>>> accepted_;

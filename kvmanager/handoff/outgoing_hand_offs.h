@@ -23,9 +23,9 @@ struct HandOffTargets {
   std::string payer;               // whose it is (payer_name.h)
 };
 
-/// Leases of what is sent: one for each peer that is tried, and another for one that takes kept raw pages in the
-/// trailer.
-using MakeExportLease = absl::AnyInvocable<absl::StatusOr<std::unique_ptr<ExportLease>>(KeptRaw)>;
+/// Begins to list what is sent: once for each peer that is tried, and once more for one that takes kept raw pages in
+/// the trailer.
+using BeginExport = absl::AnyInvocable<absl::StatusOr<std::unique_ptr<ExportBeginning>>(KeptRaw)>;
 
 class OutgoingHandOffs {
  public:
@@ -34,14 +34,14 @@ class OutgoingHandOffs {
   OutgoingHandOffs(const OutgoingHandOffs&) = delete;
   OutgoingHandOffs& operator=(const OutgoingHandOffs&) = delete;
 
-  /// A hand-off that a peer has accepted. Dropping the promise cancels what is under way. Errors: of `lease`; a single
-  /// peer's own; of several the best one's, with what each of the others said; UNAVAILABLE where none answered;
-  /// DEADLINE_EXCEEDED.
-  kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> Begin(MakeExportLease lease, HandOffTargets targets) const;
+  /// A hand-off that a peer has accepted. `list` is called before this returns, if there is room for one more. Dropping
+  /// the promise cancels what is under way. Errors: SendPlace's; of `list`; a single peer's own; of several the best
+  /// one's, with what each of the others said; UNAVAILABLE where none answered; DEADLINE_EXCEEDED.
+  kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> Begin(BeginExport list, HandOffTargets targets) const;
 
-  /// Sends what `lease` gives leases of, finished ones, to whichever peer accepts it. One that breaks off after that is
-  /// not replaced. Dropping the promise cancels it. Errors: Begin's and OutgoingHandOff's.
-  kj::Promise<absl::StatusOr<SentHandOff>> Send(MakeExportLease lease, HandOffTargets targets, SharedBlob blob) const;
+  /// Sends what `list` lists, sequences that are complete, to whichever peer accepts it. One that breaks off after that
+  /// is not replaced. Dropping the promise cancels it. Errors: Begin's and OutgoingHandOff's.
+  kj::Promise<absl::StatusOr<SentHandOff>> Send(BeginExport list, HandOffTargets targets, SharedBlob blob) const;
 
   /// As AskPeers.
   kj::Promise<std::vector<PeerCandidate>> Ask(std::vector<std::string> peers) const;
@@ -55,8 +55,8 @@ class OutgoingHandOffs {
 
  private:
   // To the only peer.
-  kj::Promise<absl::StatusOr<SentHandOff>> SendTo(MakeExportLease& make_lease, const HandOffTargets& targets,
-                                                  SharedBlob blob, KeptRaw kept_raw) const;
+  kj::Promise<absl::StatusOr<SentHandOff>> SendTo(BeginExport& list, const HandOffTargets& targets, SharedBlob blob,
+                                                  KeptRaw kept_raw) const;
 
   ActiveSends active_;
   OutgoingHandOff::Parts parts_;

@@ -29,15 +29,17 @@ class FakeTransport final : public Transport {
     SendRequest request;
     SendEvents events;
     std::vector<uint32_t> posted;
+    size_t most_at_once = 0;
     std::optional<HandOffPart> last;
     bool cancelled = false;
   };
 
   uint64_t Begin(SendRequest request, SendEvents events) override {
-    transfers.push_back({std::move(request), std::move(events), {}, std::nullopt});
+    transfers.push_back({std::move(request), std::move(events), {}, 0, std::nullopt});
     return transfers.size() - 1;
   }
   void Post(uint64_t transfer, std::vector<SendPage> pages) override {
+    transfers[transfer].most_at_once = std::max(transfers[transfer].most_at_once, pages.size());
     for (const SendPage& page : pages) transfers[transfer].posted.push_back(page.page);
   }
   void Finish(uint64_t transfer, HandOffPart last) override { transfers[transfer].last = std::move(last); }
@@ -73,10 +75,10 @@ class OutgoingHandOffsTest : public testing::PageStoreTest {
     test().executor.FinishAll();
     return sequence;
   }
-  MakeExportLease Leases(SequenceId sequence) {
+  BeginExport Lists(SequenceId sequence) {
     return [this, sequence](KeptRaw kept_raw) {
-      ++leases_;
-      return store().exports().Whole(sequence, {.kept_raw = kept_raw});
+      ++listed_;
+      return store().exports().BeginWhole(sequence, {.kept_raw = kept_raw});
     };
   }
   static HandOffTargets To(std::vector<std::string> peers, int64_t timeout_ms = 10000, int64_t room_ms = 0) {
@@ -84,7 +86,7 @@ class OutgoingHandOffsTest : public testing::PageStoreTest {
   }
   kj::Promise<void> Send(SequenceId sequence, HandOffTargets targets) {
     auto sending = outgoing()
-                       .Send(Leases(sequence), std::move(targets), std::make_shared<const std::string>("blob"))
+                       .Send(Lists(sequence), std::move(targets), std::make_shared<const std::string>("blob"))
                        .then([this](absl::StatusOr<SentHandOff> sent) { sent_.emplace(std::move(sent)); })
                        .eagerlyEvaluate(nullptr);
     loop_.RunReady();
@@ -112,7 +114,7 @@ class OutgoingHandOffsTest : public testing::PageStoreTest {
   MessageQueue queue_;
   EventLoop loop_{&queue_, 0};
   std::optional<OutgoingHandOffs> outgoing_;
-  int leases_ = 0;
+  int listed_ = 0;
   std::optional<absl::StatusOr<SentHandOff>> sent_;
 };
 
@@ -131,7 +133,7 @@ TEST_F(OutgoingHandOffsTest, OnePayerLeavesOthersRoom) {
   ASSERT_TRUE(sent_.has_value());
   EXPECT_TRUE(absl::IsResourceExhausted(sent_->status())) << sent_->status();
   EXPECT_EQ(DetailOf(sent_->status()).field, "hand-offs being sent of this tenant");
-  EXPECT_EQ(leases_, static_cast<int>(limits::kTenantOutgoingMax)) << "nothing was listed for it";
+  EXPECT_EQ(listed_, static_cast<int>(limits::kTenantOutgoingMax)) << "nothing was listed for it";
   sending.push_back(send("b"));
   EXPECT_FALSE(sent_.has_value());
   EXPECT_EQ(outgoing().active().all(), limits::kTenantOutgoingMax + 1);
@@ -284,6 +286,52 @@ TEST_F(OutgoingHandOffsTest, CancelsWhatNobodyWaitsForAndLetsGoOfItsPages) {
   EXPECT_EQ(store().report().SequenceIds().size(), 0u);
 }
 
+// Of very many pages: listed and given to the transport piece by piece, and counted from the first on.
+TEST_F(OutgoingHandOffsTest, SendsVeryManyPagesInPieces) {
+  pool_bytes_ = 128 << 20;
+  constexpr int kBlocks = 12000;
+  CacheConfig config = MakeConfig("fake", 1);
+  config.layout.kv_heads = 1;
+  config.layout.head_dim = 32;
+  const SequenceId sequence = Filled(test().Open(config), MakeText(kBlocks * kPage + 3), kBlocks * kPage + 3);
+  test().executor.FinishAll();
+  const auto send = [&] {
+    return outgoing().Send(Lists(sequence), To({"a:1"}), std::make_shared<const std::string>("blob"));
+  };
+  {
+    const auto sending = send();
+    EXPECT_EQ(listed_, 1);
+    EXPECT_EQ(outgoing().active().all(), 1u);
+    EXPECT_EQ(outgoing().most_to_peer(), 1u);
+    EXPECT_EQ(store().Crop(sequence, kPage).code(), absl::StatusCode::kFailedPrecondition);
+  }
+  // Nobody wants it any more.
+  EXPECT_EQ(outgoing().active().all(), 0u);
+  loop_.RunReady();
+  EXPECT_TRUE(transport_.transfers.empty());
+  while (store().long_calls().ReleaseSome()) {
+  }
+  store().report().CheckInvariants();
+
+  auto sending = send()
+                     .then([this](absl::StatusOr<SentHandOff> sent) { sent_.emplace(std::move(sent)); })
+                     .eagerlyEvaluate(nullptr);
+  loop_.RunReady();
+  ASSERT_EQ(transport_.transfers.size(), 1u);
+  FakeTransport::Transfer& transfer = transport_.transfers[0];
+  EXPECT_LE(transfer.most_at_once, OutgoingHandOff::kPagesAtOnce);
+  ASSERT_TRUE(transfer.last.has_value());
+  EXPECT_EQ(transfer.request.first.page_bytes.size() + transfer.last->page_bytes.size(), 2u * (kBlocks + 1));
+  std::vector<uint32_t> posted = transfer.posted;
+  std::sort(posted.begin(), posted.end());
+  ASSERT_EQ(posted.size(), 2u * (kBlocks + 1));
+  for (uint32_t i = 0; i < posted.size(); ++i) EXPECT_EQ(posted[i], i);
+  End(0, SendResult());
+  ASSERT_TRUE(sent_.has_value() && sent_->ok()) << sent_->status();
+  EXPECT_EQ(outgoing().active().all(), 0u);
+  EXPECT_TRUE(store().Crop(sequence, kPage).ok());
+}
+
 TEST_F(OutgoingHandOffsTest, ASequenceThatIsGoneIsOfferedToNobody) {
   const SequenceId sequence = Make("fake");
   store().Drop(sequence);
@@ -296,12 +344,12 @@ TEST_F(OutgoingHandOffsTest, ASequenceThatIsGoneIsOfferedToNobody) {
 TEST_F(OutgoingHandOffsTest, BeginsWithATicketAndFinishesLater) {
   const CacheId cache = test().Open(MakeConfig("fake", 1));
   const SequenceId sequence = Create(cache);
-  MakeExportLease lease = [this, sequence](KeptRaw kept_raw) {
-    return store().exports().Growing(sequence, 2 * kPage, {.kept_raw = kept_raw});
+  BeginExport list = [this, sequence](KeptRaw kept_raw) {
+    return store().exports().BeginGrowing(sequence, 2 * kPage, {.kept_raw = kept_raw});
   };
   std::optional<absl::StatusOr<kj::Own<CancelOnDrop>>> begun;
   auto beginning = outgoing()
-                       .Begin(std::move(lease), To({"a:1"}))
+                       .Begin(std::move(list), To({"a:1"}))
                        .then([&](absl::StatusOr<kj::Own<CancelOnDrop>> made) { begun.emplace(std::move(made)); })
                        .eagerlyEvaluate(nullptr);
   loop_.RunReady();

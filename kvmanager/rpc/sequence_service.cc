@@ -262,20 +262,22 @@ class SequenceService final : public api::Sequence::Server {
   // Out of the cache's memory as its pages are written; where that cannot be, by way of the host's.
   kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> Begin(uint64_t tokens, HandOffTargets targets) {
     using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
-    const auto lease = [parts = &parts_, session = session_, bound = bound_, id = id_, tokens,
-                        will_append = targets.will_append](ExportWay way) {
-      return [=](KeptRaw kept_raw) -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+    const auto list = [parts = &parts_, session = session_, bound = bound_, id = id_, tokens,
+                       will_append = targets.will_append](ExportWay way) {
+      return [=](KeptRaw kept_raw) -> absl::StatusOr<std::unique_ptr<ExportBeginning>> {
         KV_RETURN_IF_ERROR(bound->calls->CheckUsable(*session, bound->cache, id));
         PageStore& store = *parts->store;
-        KV_ASSIGN_OR_RETURN(auto made, store.exports().Growing(id, tokens, {will_append, way, kept_raw}));
-        bound->calls->TellWhenWritten(*session, bound->cache, id, 0, store.Describe(id)->layer_tokens);
-        return made;
+        KV_ASSIGN_OR_RETURN(auto beginning, store.exports().BeginGrowing(id, tokens, {will_append, way, kept_raw}));
+        if (store.exports().AwaitsWrites(id)) {
+          bound->calls->TellWhenWritten(*session, bound->cache, id, 0, store.Describe(id)->layer_tokens);
+        }
+        return beginning;
       };
     };
-    return parts_.outgoing->Begin(lease(ExportWay::kDirect), targets)
-        .then([this, outgoing = parts_.outgoing, lease, targets](Begun begun) -> kj::Promise<Begun> {
+    return parts_.outgoing->Begin(list(ExportWay::kDirect), targets)
+        .then([this, outgoing = parts_.outgoing, list, targets](Begun begun) -> kj::Promise<Begun> {
           if (!calls().GoesByHost(begun.status())) return begun;
-          return outgoing->Begin(lease(ExportWay::kByHost), targets);
+          return outgoing->Begin(list(ExportWay::kByHost), targets);
         });
   }
 
@@ -284,11 +286,11 @@ class SequenceService final : public api::Sequence::Server {
   kj::Promise<absl::StatusOr<SentHandOff>> Send(HandOffTargets targets, SharedBlob blob) {
     using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
     // Made once for each peer that is tried, perhaps much later.
-    auto lease = [store = parts_.store, session = session_, bound = bound_, id = id_,
-                  will_append = targets.will_append](KeptRaw kept_raw) -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+    auto list = [store = parts_.store, session = session_, bound = bound_, id = id_, will_append = targets.will_append](
+                    KeptRaw kept_raw) -> absl::StatusOr<std::unique_ptr<ExportBeginning>> {
       KV_RETURN_IF_ERROR(bound->calls->CheckUsable(*session, bound->cache, id));
       if (bound->calls->HasWritten(*session, bound->cache, id))
-        return store->exports().Whole(id, {.will_append = will_append, .kept_raw = kept_raw});
+        return store->exports().BeginWhole(id, {.will_append = will_append, .kept_raw = kept_raw});
       return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(id, ", which goes on"),
                         "one that nothing is appended to until a peer has accepted it");
     };
@@ -300,7 +302,7 @@ class SequenceService final : public api::Sequence::Server {
     });
     return OnceWritten<SentHandOff>(
                session_, bound_, id_,
-               [outgoing = parts_.outgoing, lease, targets, blob] { return outgoing->Send(lease, targets, blob); })
+               [outgoing = parts_.outgoing, list, targets, blob] { return outgoing->Send(list, targets, blob); })
         .then([this, targets, blob](absl::StatusOr<SentHandOff> sent) -> Sent {
           if (!calls().GoesByHost(sent.status())) return sent;
           return SendFromHost(parts_, session_, bound_, id_, targets, blob);
@@ -324,11 +326,11 @@ class SequenceService final : public api::Sequence::Server {
         .then([&parts, targets = std::move(targets),
                blob = std::move(blob)](absl::StatusOr<Arrived> copy) mutable -> Sent {
           if (!copy.ok()) return absl::StatusOr<SentHandOff>(copy.status());
-          auto lease = [store = parts.store, id = copy->sequence(),
-                        will_append = targets.will_append](KeptRaw kept_raw) {
-            return store->exports().Whole(id, {.will_append = will_append, .kept_raw = kept_raw});
+          auto list = [store = parts.store, id = copy->sequence(),
+                       will_append = targets.will_append](KeptRaw kept_raw) {
+            return store->exports().BeginWhole(id, {.will_append = will_append, .kept_raw = kept_raw});
           };
-          auto sent = parts.outgoing->Send(std::move(lease), std::move(targets), std::move(blob));
+          auto sent = parts.outgoing->Send(std::move(list), std::move(targets), std::move(blob));
           return sent.attach(kj::heap<Arrived>(*std::move(copy)));
         });
   }
