@@ -390,6 +390,9 @@ TEST_F(LoopTest, WithHandOffsOfVeryManyPages) {
     ASSERT_OK_AND_ASSIGN(const CreatedSequence made, cache->CreateSequence());
     for (int layer = 0; layer < 4; ++layer) ASSERT_OK(append(*made.sequence, layer));
     EXPECT_EQ(LongTurns("appends of 60,000 blocks of 4 layers"), 0);
+    ASSERT_OK_AND_ASSIGN(auto fork, made.sequence->Fork());
+    EXPECT_EQ(LongTurns("fork of them"), 0);
+    fork.reset();
     ASSERT_OK_AND_ASSIGN(const auto sent, made.sequence->HandOff(daemon_->peer(), "", 60000));
     EXPECT_EQ(sent.pages_sent, 4u * kMostBlocks);
     EXPECT_EQ(LongTurns("handOff of them"), 0);

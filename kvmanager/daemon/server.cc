@@ -29,7 +29,6 @@
 #include "kvmanager/daemon/server_plugins.h"
 #include "kvmanager/daemon/server_ucx.h"
 #include "kvmanager/daemon/tenant_gauges.h"
-#include "kvmanager/daemon/watched.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/process_steps.h"
@@ -191,10 +190,8 @@ class ServerImpl final : public Server {
     Running running(*this);
     EventLoop& loop = running.loop;
     running_ = &running;
-    running.loop.WatchMessages([this] {
-      const LoopTurn turn(calls_.turns(), "messages");
-      return queue_.RunSome();
-    });
+    const auto run_messages = [this] { return queue_.RunSome(); };
+    loop.WatchMessages([=, this] { return InLoopTurn(calls_.turns(), "messages", run_messages); });
     incoming_->SetLoop(&loop);
     {
       kj::Promise<void> signals = nullptr;
@@ -266,7 +263,7 @@ class ServerImpl final : public Server {
                     .gpus = of.devices_.gpus(),
                     .shares_gpu_memory = of.options_.peer_local_copy && of.options_.peer_rate_bytes == 0,
                     .workers = of.workers_.get(),
-                    .watch = Watched(of.calls_.turns(), "handOff")}),
+                    .background = of.background_.get()}),
           host_calls({.store = of.store_.get(),
                       .workers = of.workers_.get(),
                       .queue = &of.queue_,

@@ -1,7 +1,6 @@
 // What receiving hand-offs uses. Everything outlives it.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -15,6 +14,7 @@
 #include "kvmanager/handoff/drain_switch.h"
 #include "kvmanager/handoff/gpu_landing.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
+#include "kvmanager/handoff/hand_off_piece.h"
 #include "kvmanager/handoff/recomputer.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/store_metrics.h"
@@ -39,8 +39,5 @@ struct IncomingParts {
   int64_t lease_ms = 0;                             // how long a received sequence waits to be claimed
   std::vector<std::string> peer_tenants = {"any"};  // whose sequences peers may bring; "any" alone: whose ever
 };
-
-/// The loop does so much of a hand-off at once.
-constexpr std::chrono::microseconds kHandOffPiece{150};
 
 }  // namespace kvmanager

@@ -2,6 +2,9 @@
 
 #include <utility>
 
+#include "kvmanager/base/worker_pool.h"
+#include "kvmanager/handoff/hand_off_piece.h"
+
 namespace kvmanager {
 namespace {
 
@@ -9,23 +12,21 @@ using Listed = absl::StatusOr<std::unique_ptr<ExportLease>>;
 
 // Shared by the promise and by the message that goes on with it.
 struct ExportListing {
-  LoopPieces pieces;
+  MessageQueue* queue;
   std::unique_ptr<ExportBeginning> beginning;  // nullptr: nobody waits any more
   kj::Own<kj::PromiseFulfiller<Listed>> fulfiller;
 
   // False: it is listed.
   bool DoSome() {
     bool more = true;
-    pieces.Run([&] {
-      for (const Turn turn(LoopPieces::kLength); more && !turn.over();) {
-        more = beginning->DoPiece() != LongCall::Next::kDone;
-      }
-    });
+    for (const Turn turn(kHandOffPiece); more && !turn.over();) {
+      more = beginning->DoPiece() != LongCall::Next::kDone;
+    }
     return more;
   }
   Listed Commit() { return std::exchange(beginning, nullptr)->Commit(); }
   static void Post(std::shared_ptr<ExportListing> self) {
-    MessageQueue* const queue = self->pieces.queue;
+    MessageQueue* const queue = self->queue;
     queue->Post([self = std::move(self)]() mutable {
       if (self->beginning == nullptr) return;
       if (self->DoSome()) return Post(std::move(self));
@@ -36,9 +37,9 @@ struct ExportListing {
 
 }  // namespace
 
-kj::Promise<Listed> ListExport(const LoopPieces& pieces, absl::StatusOr<std::unique_ptr<ExportBeginning>> beginning) {
+kj::Promise<Listed> ListExport(MessageQueue* queue, absl::StatusOr<std::unique_ptr<ExportBeginning>> beginning) {
   if (!beginning.ok()) return Listed(beginning.status());
-  auto listing = std::make_shared<ExportListing>(ExportListing{pieces, *std::move(beginning), {}});
+  auto listing = std::make_shared<ExportListing>(ExportListing{queue, *std::move(beginning), {}});
   if (!listing->DoSome()) return listing->Commit();
   auto pair = kj::newPromiseAndFulfiller<Listed>();
   listing->fulfiller = kj::mv(pair.fulfiller);

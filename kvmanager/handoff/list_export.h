@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
-#include "kvmanager/handoff/loop_pieces.h"
+#include "kvmanager/base/message_queue.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
@@ -14,6 +14,6 @@ namespace kvmanager {
 /// The lease of what `beginning` lists, which goes with the promise. What takes no longer than a turn is done at once.
 /// Errors: its own; ExportBeginning::Commit's.
 kj::Promise<absl::StatusOr<std::unique_ptr<ExportLease>>> ListExport(
-    const LoopPieces& pieces, absl::StatusOr<std::unique_ptr<ExportBeginning>> beginning);
+    MessageQueue* queue, absl::StatusOr<std::unique_ptr<ExportBeginning>> beginning);
 
 }  // namespace kvmanager

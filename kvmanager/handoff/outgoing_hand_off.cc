@@ -75,8 +75,9 @@ kj::Promise<HandOffPart> OutgoingHandOff::Make(size_t pages, absl::AnyInvocable<
     std::shared_ptr<ExportLease> lease;
     HandOffPart part;
   };
-  const WorkerPool::Owner owner = WorkerPool::OwnerOf(lease_->first().config.tenant);
-  return OnWorker<Made>(parts_.workers, &parts_.loop->queue(), owner,
+  const WorkerPool::Owner owner = WorkerPool::OwnerOf(target_.payer);
+  WorkerPool* const workers = pages <= kPagesOfWorkers ? parts_.workers : parts_.background;
+  return OnWorker<Made>(workers, &parts_.loop->queue(), owner,
                         [lease = lease_, make = std::move(make)]() mutable {
                           Made made;
                           made.part = make();
@@ -132,9 +133,7 @@ absl::Status OutgoingHandOff::Offer(HandOffPart part) {
     });
   };
   events.done = [queue, self = shared_from_this()](absl::StatusOr<SendResult> result) mutable {
-    queue->Post([self = std::move(self), result = std::move(result)]() mutable {
-      self->parts_.pieces().Run([&] { self->OnDone(std::move(result)); });
-    });
+    queue->Post([self = std::move(self), result = std::move(result)]() mutable { self->OnDone(std::move(result)); });
   };
   begun_unix_ns_ = absl::ToUnixNanos(absl::Now());
   transfer_ = parts_.transport->Begin(std::move(request), std::move(events));
@@ -196,10 +195,6 @@ void OutgoingHandOff::Fail(absl::Status why) {
 }
 
 void OutgoingHandOff::Pump() {
-  parts_.pieces().Run([this] { PumpPiece(); });
-}
-
-void OutgoingHandOff::PumpPiece() {
   if (ended_.has_value() || cancelled_ || pumping_) return;
   if (absl::Status status = lease_->status(); !status.ok()) return Fail(std::move(status));
   const std::vector<ExportedPage> ready = lease_->TakeReady(kPagesAtOnce);
@@ -300,9 +295,7 @@ kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOff::Finish(SharedBlob blob
   if (blob_ != nullptr) return Result(absl::FailedPreconditionError("this hand-off was finished before"));
   // One-shot hand-offs begin with a lease that is finished.
   if (!lease_->finished()) {
-    absl::Status status;
-    parts_.pieces().Run([&] { status = lease_->Finish(); });
-    if (!status.ok()) return Result(std::move(status));
+    if (absl::Status status = lease_->Finish(); !status.ok()) return Result(std::move(status));
   }
   blob_ = std::move(blob);
   auto waiting = kj::newPromiseAndFulfiller<Result>();

@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,7 +17,6 @@
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
-#include "kvmanager/handoff/loop_pieces.h"
 #include "kvmanager/handoff/send_place.h"
 #include "kvmanager/store/page_store.h"
 #include "transport/transport.h"
@@ -52,11 +50,8 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     Gpus gpus;
     bool shares_gpu_memory = false;  // whether other daemons of this host may read GPUs' pages
     ActiveSends* active = nullptr;
-    WorkerPool* workers = nullptr;  // nullptr: all is done on the loop's thread
-    /// Does what is given, and looks how long it holds the loop; empty: nobody looks.
-    std::function<void(absl::FunctionRef<void()> piece)> watch;
-
-    LoopPieces pieces() const { return {&loop->queue(), watch}; }
+    WorkerPool* workers = nullptr;     // nullptr: all is done on the loop's thread
+    WorkerPool* background = nullptr;  // for what takes long in one piece; there is one if there are workers
   };
   struct Target {
     std::string peer;          // "HOST:PORT"
@@ -65,7 +60,8 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     bool will_append = false;  // as Exports::Whole's
     std::string payer;         // whose it is (payer_name.h)
   };
-  static constexpr size_t kPagesAtOnce = 1024;  // are given to the transport: some 0.1 ms
+  static constexpr size_t kPagesAtOnce = 1024;      // are given to the transport: some 0.1 ms
+  static constexpr size_t kPagesOfWorkers = 16384;  // whose manifest takes a worker some 2 ms
 
   /// Offers it and sends its pages as the lease has them, those of a GPU out of its memory. Errors: INVALID_ARGUMENT
   /// for one that is too long; WantsHostPages.
@@ -95,7 +91,6 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   absl::Status Offer(HandOffPart first);
   // Gives the transport a piece of what there is, and goes on with the next message.
   void Pump();
-  void PumpPiece();
   void PumpLater();
   void SayLast();
   void PostLast();

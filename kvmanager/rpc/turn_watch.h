@@ -50,4 +50,11 @@ class LoopTurn {
   const char* const call_;
 };
 
+/// `fn` in a turn of `call`.
+template <typename Fn>
+auto InLoopTurn(TurnWatch* watch, const char* call, Fn fn) {
+  const LoopTurn turn(watch, call);
+  return fn();
+}
+
 }  // namespace kvmanager

@@ -73,7 +73,9 @@ TEST_F(TenantLimitsTest, WhatSequencesLeaveIsCountedUntilItIsGivenBack) {
     const auto fork = store.Fork(first, &copies);
     ASSERT_TRUE(fork.ok()) << fork.status();
     EXPECT_EQ(counted(), before + kBlocks);
-    if (n % 2 == 1) ASSERT_TRUE(store.Crop(*fork, 0, &copies).ok());
+    if (n % 2 == 1) {
+      ASSERT_TRUE(store.Crop(*fork, 0, &copies).ok());
+    }
     store.Drop(*fork);
     EXPECT_GT(counted(), before + kBlocks / 10);
     before = counted();
