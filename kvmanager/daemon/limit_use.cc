@@ -38,6 +38,8 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   use.tenant_lease_pages = store.tenant_lease_pages;
   use.tenant_caches = store.tenant_caches;
   use.lease_pages = store.lease_pages;
+  use.sent_pages = store.sent_pages;
+  use.tenant_sent_pages = store.tenant_sent_pages;
   use.caches = store.caches;
   for (const PoolShare& share : holders.store->report().Shares()) {
     if (share.device < 0) use.tenant_pool_bytes = std::max(use.tenant_pool_bytes, share.bytes);

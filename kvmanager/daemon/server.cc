@@ -224,9 +224,9 @@ class ServerImpl final : public Server {
     loop.RunReady();
     plugins_.Stop();
     workers_->Stop();
-    loop.RunReady();
-    incoming_->DropAll();
     background_->Stop();
+    loop.RunReady();
+    incoming_->DropAll();  // what workers still posted may wait again
     loop.RunReady();
     devices_.End();
     disk_.reset();
@@ -262,6 +262,7 @@ class ServerImpl final : public Server {
                     .metrics = &of.metrics_.hand_offs,
                     .gpus = of.devices_.gpus(),
                     .shares_gpu_memory = of.options_.peer_local_copy && of.options_.peer_rate_bytes == 0,
+                    .turns = of.incoming_->turns(),
                     .workers = of.workers_.get(),
                     .background = of.background_.get()}),
           host_calls({.store = of.store_.get(),
@@ -483,8 +484,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<Exporter> exporter_;
   std::unique_ptr<WebPage> page_;
 
-  // The loop's thread.
-  Running* running_ = nullptr;  // while Run runs
+  Running* running_ = nullptr;  // while Run runs. The loop's thread, as what follows
   bool stop_ = false, terminating_ = false;
   kj::Promise<void> drain_deadline_ = nullptr;
 };

@@ -136,13 +136,15 @@ void IncomingHandOffs::Try(std::shared_ptr<Offered> offered) {
 void IncomingHandOffs::TrySome(std::shared_ptr<Offered> offered) {
   if (offered->answered || offered->gone()) return EndTry(offered, absl::CancelledError("its sender is gone"));
   const int64_t begun_ns = parts_.clock->NowNs();
-  const Turn turn(kHandOffPiece);
+  const Turn turn(HandOffTurns::kPiece);
   LongCall::Next next = LongCall::Next::kPiece;
   while (next == LongCall::Next::kPiece && !turn.over()) next = offered->importing->DoPiece();
   if (offered->waits) retry_took_ns_ += parts_.clock->NowNs() - begun_ns;
   switch (next) {
-    case LongCall::Next::kPiece:
-      return parts_.queue->Post([this, offered = std::move(offered)]() mutable { TrySome(std::move(offered)); });
+    case LongCall::Next::kPiece: {
+      const std::string payer = offered->payer;
+      return turns_.Post(payer, [this, offered = std::move(offered)]() mutable { TrySome(std::move(offered)); });
+    }
     case LongCall::Next::kCompare: {
       const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
       auto compare = [offered] { return offered->importing->CompareOne(); };
@@ -209,7 +211,7 @@ void IncomingHandOffs::Wait(const std::shared_ptr<Offered>& offered, absl::Statu
                             if (late == nullptr) return;
                             late->deadline.detach([](kj::Exception&&) {});  // it runs now
                             Answer(*late, std::move(late->full));
-                            RetrySoon();  // those behind it may need less
+                            RetrySoon(/*changed=*/true);  // those behind it may need less
                           })
                           .eagerlyEvaluate(nullptr);
   spdlog::info("hand-off from {} waits for room, at most {} ms: {}", offered->peer, offered->room_ms,
@@ -237,25 +239,34 @@ void IncomingHandOffs::AwaitRoom() {
   awaits_room_ = true;
   parts_.store->imports().OnRoom([this, queue = parts_.queue] {
     awaits_room_ = false;
-    queue->Post([this] { RetrySoon(); });
+    queue->Post([this] { RetrySoon(/*changed=*/false); });
   });
 }
 
-void IncomingHandOffs::RetrySoon() {
-  if (waiting_.empty() || std::exchange(retry_due_, true)) return;
+// What a try that failed gives back comes as room, too, some of it later: without more room than that try found there
+// is time.
+void IncomingHandOffs::RetrySoon(bool changed) {
+  if (waiting_.empty()) return;
+  if (retrying_) {
+    retry_again_ = true;
+    return;
+  }
+  const bool late = !changed && Load().free_bytes <= tried_free_bytes_;
+  if (retry_due_ && (late || !retry_late_)) return;
+  retry_due_ = true;
+  retry_late_ = late;
   retry_ = loop_->timer()
-               .afterDelay(kRoomRetryMs * kj::MILLISECONDS + kRoomRetryTimes * retry_took_ns_ * kj::NANOSECONDS)
-               .then([this] {
-                 retry_due_ = false;
-                 RetryOffers();
-               })
+               .afterDelay((kRoomRetryMs + (late ? kNoRoomRetryMs : 0)) * kj::MILLISECONDS +
+                           kRoomRetryTimes * retry_took_ns_ * kj::NANOSECONDS)
+               // Not within the promise that another look replaces.
+               .then([this] { parts_.queue->Post([this] { RetryOffers(); }); })
                .eagerlyEvaluate(nullptr);
 }
 
 void IncomingHandOffs::OfferGone() {
   parts_.queue->Post([this] {
     ForgetGone();
-    RetrySoon();
+    RetrySoon(/*changed=*/true);
   });
 }
 
@@ -269,10 +280,16 @@ void IncomingHandOffs::ForgetGone() {
 
 // One after the other, so that none takes a part of the room that another needs whole.
 void IncomingHandOffs::RetryOffers() {
-  if (std::exchange(retrying_, true)) return RetrySoon();
+  retry_due_ = false;
+  if (retrying_) {
+    retry_again_ = true;
+    return;
+  }
+  retrying_ = true;
   ForgetGone();
   full_.clear();
   retry_took_ns_ = 0;
+  tried_free_bytes_ = Load().free_bytes;
   AwaitRoom();  // of others, from here on
   RetryNext();
 }
@@ -281,6 +298,7 @@ void IncomingHandOffs::RetryNext() {
   std::shared_ptr<Offered> next = waiting_.Next(full_);
   if (next != nullptr) return Try(std::move(next));
   retrying_ = false;
+  if (std::exchange(retry_again_, false)) RetrySoon(/*changed=*/true);
   if (!waiting_.empty()) return;
   parts_.store->imports().OnRoom(nullptr);
   awaits_room_ = false;

@@ -24,6 +24,7 @@
 
 #include "absl/status/statusor.h"
 #include "kvmanager/base/event_loop.h"
+#include "kvmanager/handoff/hand_off_turns.h"
 #include "kvmanager/handoff/incoming_parts.h"
 #include "kvmanager/handoff/offer_queue.h"
 #include "kvmanager/handoff/offered.h"
@@ -38,11 +39,15 @@ class IncomingHandOffs final : public HandOffReceiver {
   static constexpr int64_t kRoomMsMax = 3600000;  // an offer that may wait longer waits so long
   // Between looks for room, however often some is given back; and so many times as long as the last one took.
   static constexpr int64_t kRoomRetryMs = 5, kRoomRetryTimes = 20;
+  static constexpr int64_t kNoRoomRetryMs = 500;  // longer, if there is no more room than at the last look
 
   using Parts = IncomingParts;
 
   explicit IncomingHandOffs(const Parts& parts)
-      : parts_(parts), tickets_(parts.store, parts.metrics, parts.lease_ms), receptions_(parts_, &tickets_) {}
+      : parts_(parts),
+        tickets_(parts.store, parts.metrics, parts.lease_ms),
+        turns_(parts.queue),
+        receptions_(parts_, &tickets_, &turns_) {}
   ~IncomingHandOffs() noexcept override {}
 
   /// Timers run on `loop` from now on; nullptr: there are none.
@@ -63,6 +68,9 @@ class IncomingHandOffs final : public HandOffReceiver {
   /// Once none are, for whatever reason.
   kj::Promise<void> WhenSettled(SequenceId sequence) { return receptions_.WhenSettled(sequence); }
 
+  /// In which pieces of hand-offs are done, those that are sent too.
+  HandOffTurns* turns() { return &turns_; }
+
   /// Gives back every sequence that waits, and logs how many. Before the event loop ends.
   void DropAll();
 
@@ -82,7 +90,7 @@ class IncomingHandOffs final : public HandOffReceiver {
   void Wait(const std::shared_ptr<Offered>& offered, absl::Status full);
   void Answer(Offered& offered, absl::StatusOr<Accepted> accepted);
   void AwaitRoom();
-  void RetrySoon();
+  void RetrySoon(bool changed);
   void ForgetGone();
   void RetryOffers();
   void RetryNext();
@@ -90,13 +98,16 @@ class IncomingHandOffs final : public HandOffReceiver {
   const Parts parts_;
   EventLoop* loop_ = nullptr;
   Tickets tickets_;
+  HandOffTurns turns_;
   Receptions receptions_;
   OfferQueue<Offered> waiting_;
-  bool awaits_room_ = false;  // the store will say when some comes
-  bool retry_due_ = false;
-  bool retrying_ = false;          // one of those that wait is being tried
-  std::vector<std::string> full_;  // payers for whom there was no room in this round
-  int64_t retry_took_ns_ = 0;      // of the loop's time, the last round
+  bool awaits_room_ = false;                     // the store will say when some comes
+  bool retry_due_ = false, retry_late_ = false;  // some time later, as there is no more room than there was
+  bool retrying_ = false;                        // those that wait are being tried
+  bool retry_again_ = false;                     // behind that
+  uint64_t tried_free_bytes_ = 0;                // room when that began
+  std::vector<std::string> full_;                // payers for whom there was no room in this round
+  int64_t retry_took_ns_ = 0;                    // of the loop's time, the last round
   kj::Promise<void> retry_ = nullptr;
 };
 

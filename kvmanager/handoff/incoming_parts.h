@@ -14,7 +14,6 @@
 #include "kvmanager/handoff/drain_switch.h"
 #include "kvmanager/handoff/gpu_landing.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
-#include "kvmanager/handoff/hand_off_piece.h"
 #include "kvmanager/handoff/recomputer.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/store_metrics.h"

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "kvmanager/base/worker_pool.h"
-#include "kvmanager/handoff/hand_off_piece.h"
 
 namespace kvmanager {
 namespace {
@@ -12,22 +11,23 @@ using Listed = absl::StatusOr<std::unique_ptr<ExportLease>>;
 
 // Shared by the promise and by the message that goes on with it.
 struct ExportListing {
-  MessageQueue* queue;
+  HandOffTurns* turns;
+  std::string payer;
   std::unique_ptr<ExportBeginning> beginning;  // nullptr: nobody waits any more
   kj::Own<kj::PromiseFulfiller<Listed>> fulfiller;
 
   // False: it is listed.
   bool DoSome() {
     bool more = true;
-    for (const Turn turn(kHandOffPiece); more && !turn.over();) {
+    for (const Turn turn(HandOffTurns::kPiece); more && !turn.over();) {
       more = beginning->DoPiece() != LongCall::Next::kDone;
     }
     return more;
   }
   Listed Commit() { return std::exchange(beginning, nullptr)->Commit(); }
   static void Post(std::shared_ptr<ExportListing> self) {
-    MessageQueue* const queue = self->queue;
-    queue->Post([self = std::move(self)]() mutable {
+    ExportListing& listing = *self;
+    listing.turns->Post(listing.payer, [self = std::move(self)]() mutable {
       if (self->beginning == nullptr) return;
       if (self->DoSome()) return Post(std::move(self));
       self->fulfiller->fulfill(self->Commit());
@@ -37,9 +37,10 @@ struct ExportListing {
 
 }  // namespace
 
-kj::Promise<Listed> ListExport(MessageQueue* queue, absl::StatusOr<std::unique_ptr<ExportBeginning>> beginning) {
+kj::Promise<Listed> ListExport(HandOffTurns* turns, const std::string& payer,
+                               absl::StatusOr<std::unique_ptr<ExportBeginning>> beginning) {
   if (!beginning.ok()) return Listed(beginning.status());
-  auto listing = std::make_shared<ExportListing>(ExportListing{queue, *std::move(beginning), {}});
+  auto listing = std::make_shared<ExportListing>(ExportListing{turns, payer, *std::move(beginning), {}});
   if (!listing->DoSome()) return listing->Commit();
   auto pair = kj::newPromiseAndFulfiller<Listed>();
   listing->fulfiller = kj::mv(pair.fulfiller);

@@ -4,9 +4,10 @@
 #include <kj/async.h>
 
 #include <memory>
+#include <string>
 
 #include "absl/status/statusor.h"
-#include "kvmanager/base/message_queue.h"
+#include "kvmanager/handoff/hand_off_turns.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
@@ -14,6 +15,6 @@ namespace kvmanager {
 /// The lease of what `beginning` lists, which goes with the promise. What takes no longer than a turn is done at once.
 /// Errors: its own; ExportBeginning::Commit's.
 kj::Promise<absl::StatusOr<std::unique_ptr<ExportLease>>> ListExport(
-    MessageQueue* queue, absl::StatusOr<std::unique_ptr<ExportBeginning>> beginning);
+    HandOffTurns* turns, const std::string& payer, absl::StatusOr<std::unique_ptr<ExportBeginning>> beginning);
 
 }  // namespace kvmanager

@@ -207,7 +207,7 @@ void OutgoingHandOff::Pump() {
 
 void OutgoingHandOff::PumpLater() {
   pumping_ = true;
-  parts_.loop->queue().Post([weak = weak_from_this()] {
+  parts_.turns->Post(target_.payer, [weak = weak_from_this()] {
     const auto self = weak.lock();
     if (self == nullptr) return;
     self->pumping_ = false;
@@ -249,6 +249,7 @@ void OutgoingHandOff::OnAccepted(std::string ticket) {
 
 void OutgoingHandOff::OnDone(absl::StatusOr<SendResult> result) {
   if (!result.ok() && !failed_.ok()) result = failed_;
+  lease_->OnReady(nullptr);  // a worker may still have it
   lease_.reset();
   slabs_.clear();
   ended_ = result.status();

@@ -17,6 +17,7 @@
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
+#include "kvmanager/handoff/hand_off_turns.h"
 #include "kvmanager/handoff/send_place.h"
 #include "kvmanager/store/page_store.h"
 #include "transport/transport.h"
@@ -50,6 +51,7 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     Gpus gpus;
     bool shares_gpu_memory = false;  // whether other daemons of this host may read GPUs' pages
     ActiveSends* active = nullptr;
+    HandOffTurns* turns = nullptr;
     WorkerPool* workers = nullptr;     // nullptr: all is done on the loop's thread
     WorkerPool* background = nullptr;  // for what takes long in one piece; there is one if there are workers
   };

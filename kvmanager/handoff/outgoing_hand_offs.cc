@@ -48,8 +48,9 @@ kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms
   // Before anything is listed and pinned.
   absl::StatusOr<SendPlace> place = TakePlace(trial, peer);
   if (!place.ok()) return Begun(place.status());
-  kj::Promise<Listed> listed = trial.lease != nullptr ? kj::Promise<Listed>(Listed(std::move(trial.lease)))
-                                                      : ListExport(&trial.parts.loop->queue(), trial.list(kept_raw));
+  kj::Promise<Listed> listed = trial.lease != nullptr
+                                   ? kj::Promise<Listed>(Listed(std::move(trial.lease)))
+                                   : ListExport(trial.parts.turns, trial.targets.payer, trial.list(kept_raw));
   return listed
       .then([&trial, peer, room_ms, place = *std::move(place)](Listed lease) mutable -> kj::Promise<Begun> {
         if (!lease.ok()) return Begun(lease.status());
@@ -101,7 +102,7 @@ kj::Promise<Begun> Choose(kj::Own<Trial> trial) {
   absl::StatusOr<SendPlace> place = SendPlace::Take(trial->parts.active, trial->targets.payer, /*peer=*/"");
   if (!place.ok()) return Begun(place.status());
   trial->place.emplace(*std::move(place));
-  return ListExport(&trial->parts.loop->queue(), trial->list(KeptRaw::kWithHeader))
+  return ListExport(trial->parts.turns, trial->targets.payer, trial->list(KeptRaw::kWithHeader))
       .then([trial = kj::mv(trial)](Listed lease) mutable -> kj::Promise<Begun> {
         if (!lease.ok()) return Begun(lease.status());
         trial->lease = *std::move(lease);
@@ -145,7 +146,7 @@ kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::SendTo(BeginExport& l
   if (!place.ok()) return Result(place.status());
   OutgoingHandOff::Target target{targets.peers[0], targets.room_ms, targets.timeout_ms, targets.will_append,
                                  targets.payer};
-  return ListExport(&parts_.loop->queue(), list(kept_raw))
+  return ListExport(parts_.turns, targets.payer, list(kept_raw))
       .then([this, target = std::move(target), place = *std::move(place)](Listed lease) mutable -> kj::Promise<Begun> {
         if (!lease.ok()) return Begun(lease.status());
         return OutgoingHandOff::Begin(parts_, *std::move(lease), std::move(target), std::move(place));

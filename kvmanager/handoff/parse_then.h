@@ -9,7 +9,7 @@
 
 namespace kvmanager {
 
-constexpr size_t kManifestOfLoopBytes = 64 << 10, kManifestOfWorkersBytes = 1 << 20;
+constexpr size_t kManifestOfLoopBytes = 64 << 10, kManifestOfWorkersBytes = 2 << 20;  // a blob of a MiB, and pages
 
 /// Calls `then` on the loop's thread with what `parse` returns. bytes: of the manifest. Any thread.
 template <typename Parse, typename Then>

@@ -24,17 +24,18 @@ class Receptions::Incoming final : public IncomingHandOff,
                                    public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(Receptions* owner, std::unique_ptr<ImportLease> import, std::string peer, std::string ticket,
-           uint64_t tokens, GpuLanding landing, std::shared_ptr<ProjectionSet> projections, WorkerPool* workers,
-           WorkerPool::Owner payer)
+           std::string payer, uint64_t tokens, GpuLanding landing, std::shared_ptr<ProjectionSet> projections,
+           WorkerPool* workers)
       : peer(std::move(peer)),
         ticket(std::move(ticket)),
+        payer(std::move(payer)),
         tokens(tokens),
         landing(std::move(landing)),
         projections(std::move(projections)),
         owner_(owner),
         queue_(owner->parts_.queue),
         workers_(workers),
-        payer_(payer),
+        owner_of_work_(WorkerPool::OwnerOf(this->payer)),
         import_(std::move(import)) {}
   ~Incoming() override {
     queue_->Post([import = std::move(import_), landing = std::move(landing)]() mutable { import.reset(); });
@@ -68,7 +69,7 @@ class Receptions::Incoming final : public IncomingHandOff,
               self->owner_->Landed(*self, std::move(looked));
             });
           },
-          payer_);
+          owner_of_work_);
     }
   }
   void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) override {
@@ -79,7 +80,7 @@ class Receptions::Incoming final : public IncomingHandOff,
       Receptions* const owner = self->owner_;
       owner->Extend(std::move(self), std::move(manifest), std::move(reply));
     };
-    ParseThen(owner_->parts_, last_bytes, payer_, std::move(parse), std::move(extend));
+    ParseThen(owner_->parts_, last_bytes, owner_of_work_, std::move(parse), std::move(extend));
   }
   void Complete(absl::AnyInvocable<void(absl::Status)> reply) override {
     queue_->Post([self = shared_from_this(), reply = std::move(reply)]() mutable {
@@ -111,6 +112,7 @@ class Receptions::Incoming final : public IncomingHandOff,
 
   const std::string peer;
   const std::string ticket;
+  const std::string payer;
   const uint64_t tokens;
   GpuLanding landing;                                // where its targets are; unchanged while this lives
   const std::shared_ptr<ProjectionSet> projections;  // shared: as registered when pages were chosen; or nullptr
@@ -134,8 +136,8 @@ class Receptions::Incoming final : public IncomingHandOff,
 
   Receptions* const owner_;
   MessageQueue* const queue_;
-  WorkerPool* const workers_;            // that look at pages
-  const WorkerPool::Owner payer_;        // whose work that is
+  WorkerPool* const workers_;  // that look at pages
+  const WorkerPool::Owner owner_of_work_;
   std::unique_ptr<ImportLease> import_;  // as long as this
   // The transport's thread: of the link's sample under way; 0: before the trailer.
   int64_t link_begin_ns_ = 0, link_bytes_ = 0;
@@ -143,9 +145,9 @@ class Receptions::Incoming final : public IncomingHandOff,
 
 std::shared_ptr<IncomingHandOff> Receptions::Begin(const Offered& offered, std::unique_ptr<ImportLease> import,
                                                    std::string ticket) {
-  return std::make_shared<Incoming>(this, std::move(import), offered.peer, std::move(ticket), offered.first->tokens,
-                                    offered.landing, offered.projections, WorkersOf(**offered.codec, parts_.workers),
-                                    WorkerPool::OwnerOf(offered.payer));
+  return std::make_shared<Incoming>(this, std::move(import), offered.peer, std::move(ticket), offered.payer,
+                                    offered.first->tokens, offered.landing, offered.projections,
+                                    WorkersOf(**offered.codec, parts_.workers));
 }
 
 void Receptions::Extend(std::shared_ptr<Incoming> incoming, absl::StatusOr<LastManifest> manifest,
@@ -163,10 +165,11 @@ void Receptions::Extend(std::shared_ptr<Incoming> incoming, absl::StatusOr<LastM
 
 void Receptions::ExtendSome(std::shared_ptr<Incoming> incoming, absl::AnyInvocable<void(absl::Status)> reply) {
   if (!incoming->failed.ok()) return reply(incoming->failed);
-  const Turn turn(kHandOffPiece);
+  const Turn turn(HandOffTurns::kPiece);
   while (incoming->import().ExtendNext()) {
     if (!turn.over()) continue;
-    return parts_.queue->Post([this, incoming = std::move(incoming), reply = std::move(reply)]() mutable {
+    const std::string payer = incoming->payer;
+    return turns_.Post(payer, [this, incoming = std::move(incoming), reply = std::move(reply)]() mutable {
       ExtendSome(std::move(incoming), std::move(reply));
     });
   }
@@ -235,11 +238,11 @@ void Receptions::GoOn(Incoming& incoming) {
 
 void Receptions::CommitSome(std::shared_ptr<Incoming> incoming) {
   if (!incoming->failed.ok()) return;
-  const Turn turn(kHandOffPiece);
+  const Turn turn(HandOffTurns::kPiece);
   while (incoming->import().CommitNext()) {
-    if (turn.over()) {
-      return parts_.queue->Post([this, incoming = std::move(incoming)]() mutable { CommitSome(std::move(incoming)); });
-    }
+    if (!turn.over()) continue;
+    const std::string payer = incoming->payer;
+    return turns_.Post(payer, [this, incoming = std::move(incoming)]() mutable { CommitSome(std::move(incoming)); });
   }
   const absl::Status committed = incoming->import().committed();
   if (!committed.ok()) return Fail(*incoming, committed);

@@ -13,6 +13,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
+#include "kvmanager/handoff/hand_off_turns.h"
 #include "kvmanager/handoff/incoming_parts.h"
 #include "kvmanager/handoff/manifest.h"
 #include "kvmanager/handoff/offered.h"
@@ -25,8 +26,9 @@ class Receptions {
  public:
   static constexpr size_t kValidateAtOnce = 16;  // pages of one task on a worker
 
-  /// tickets: outlives it.
-  Receptions(const IncomingParts& parts, Tickets* tickets) : parts_(parts), tickets_(*tickets) {}
+  /// Both outlive it.
+  Receptions(const IncomingParts& parts, Tickets* tickets, HandOffTurns* turns)
+      : parts_(parts), tickets_(*tickets), turns_(*turns) {}
   Receptions(const Receptions&) = delete;
   Receptions& operator=(const Receptions&) = delete;
 
@@ -59,6 +61,7 @@ class Receptions {
 
   const IncomingParts& parts_;
   Tickets& tickets_;
+  HandOffTurns& turns_;
   absl::flat_hash_map<SequenceId, std::vector<kj::Own<kj::PromiseFulfiller<void>>>> arriving_;  // who waits for it
 };
 

@@ -6,14 +6,16 @@ namespace kvmanager {
 
 bool ExportHolds::GiveBackSome(BlockIndex* from, size_t pages_max) {
   size_t left = pages_max;
-  for (; left > 0 && !pages.empty(); --left) {
+  for (size_t listed = 16 * pages_max; left > 0 && listed > 0 && !pages.empty(); --listed) {
     const PageRef ref = pages.back();
     const bool encoded = numbers.back() != kNotEncoded;
     pages.pop_back();
     numbers.pop_back();
-    if (ref.block == nullptr) continue;
+    if (ref.block == nullptr) continue;  // which takes no time
     encoded ? from->UnpinEncoded(ref) : from->Unpin(ref);
+    --left;
   }
+  if (!pages.empty()) return true;
   for (std::vector<PageRef>* const pins : {&tail, &open, &activations}) {
     for (; left > 0 && !pins->empty(); --left) {
       const PageRef ref = pins->back();

@@ -15,6 +15,7 @@ struct ExportHolds {
   static constexpr uint32_t kNotEncoded = UINT32_MAX;
 
   std::shared_ptr<Cache> cache;      // shared: see Block. Has a lease
+  uint64_t counted = 0;              // pages of the hand-off (SequenceExports)
   std::vector<PageRef> pages;        // no block: not pinned
   std::vector<uint32_t> numbers;     // [pages] kNotEncoded: pinned as it is; else for its encoded form
   std::vector<PageRef> tail;         // pinned

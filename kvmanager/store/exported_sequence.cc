@@ -16,10 +16,11 @@ constexpr uint32_t kNotEncoded = ExportHolds::kNotEncoded;
 }  // namespace
 
 ExportedSequence::ExportedSequence(SequenceExports* exports, SequenceId sequence, uint64_t tokens,
-                                   const ExportOptions& options, bool written)
+                                   const ExportOptions& options, bool written, uint64_t counted)
     : exports_(exports), alive_(exports->parts().alive), sequence_(sequence), options_(options) {
   Sequence& from = **parts().sequences->Find(sequence);
   cache_ = holds_.cache = from.cache;
+  holds_.counted = counted;
   first_.config = cache_->config;
   first_.codec_version = cache_->codec->info().version;
   first_.tokens = tokens;

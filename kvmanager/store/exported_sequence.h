@@ -30,9 +30,10 @@ namespace kvmanager {
 
 class ExportedSequence final : public ExportLease, public PageFollower, private ExportWork {
  public:
-  /// Follows a sequence that is there. exports: while the store is. written: SequenceExports::Begin's.
+  /// Follows a sequence that is there. exports: while the store is. written: SequenceExports::Begin's. counted: pages,
+  /// in SequenceExports::pages.
   ExportedSequence(SequenceExports* exports, SequenceId sequence, uint64_t tokens, const ExportOptions& options,
-                   bool written);
+                   bool written, uint64_t counted);
   ~ExportedSequence() override;
 
   // Before anybody has the lease.

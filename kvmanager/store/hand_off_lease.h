@@ -37,6 +37,8 @@ enum class KeptRaw : uint8_t { kWithHeader = 0, kWithTrailer };
 
 /// Pages of a sequence that is handed off, of all layers.
 constexpr uint64_t kHandOffPagesMax = 1 << 20;
+/// Of all that are sent, until what they held is given back; and of one payer, so that another finds room.
+constexpr uint64_t kSentPagesMax = 16 << 20, kTenantSentPagesMax = kSentPagesMax / 2;
 
 /// How a sequence is sent.
 struct ExportOptions {

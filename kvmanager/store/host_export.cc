@@ -93,8 +93,7 @@ absl::StatusOr<bool> HostExport::ReserveNext() {
   }
   const uint32_t layers = to_->layers(), blocks = full_blocks() + (open_tokens() > 0);
   const uint32_t first = static_cast<uint32_t>(blocks_.size());
-  const uint32_t end =
-      std::min(blocks, first + std::max<uint32_t>(1, static_cast<uint32_t>(SequenceExports::kPagesAtOnce / layers)));
+  const uint32_t end = std::min(blocks, first + std::max<uint32_t>(1, static_cast<uint32_t>(slots_at_once() / layers)));
   SlotCounts wanted;
   for (uint32_t i = first; i < end; ++i) {
     for (uint32_t layer = 0; layer < layers; ++layer) {
@@ -192,7 +191,7 @@ bool HostExport::CopySome() {
 absl::StatusOr<bool> HostExport::TakeLast(Copies* copies) {
   const HandOffTrailer& last = *sent_->last();
   if (withdrawn_taken_ < last.withdrawn.size()) {
-    const size_t end = std::min(last.withdrawn.size(), withdrawn_taken_ + SequenceExports::kPagesAtOnce);
+    const size_t end = std::min(last.withdrawn.size(), withdrawn_taken_ + slots_at_once());
     Reservation slots(to_->tier->pool());
     KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, {.raw = end - withdrawn_taken_}, &slots));
     for (; withdrawn_taken_ < end; ++withdrawn_taken_) {

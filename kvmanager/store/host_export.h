@@ -8,6 +8,7 @@
 // store's thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -65,6 +66,10 @@ class HostExport final : public std::enable_shared_from_this<HostExport>, privat
 
   const SequenceExports::Parts& parts() const { return exports_->parts(); }
   const HandOffHeader& first() const { return sent_->first(); }
+  // Slots may have to be zeroed.
+  size_t slots_at_once() const {
+    return std::clamp<size_t>(SequenceExports::kBytesAtOnce / to_->raw_slot_bytes, 1, SequenceExports::kPagesAtOnce);
+  }
   uint32_t full_blocks() const { return static_cast<uint32_t>(first().blocks.size()); }
   int open_tokens() const { return static_cast<int>(first().tokens % to_->page_tokens()); }
   bool goes_encoded(uint32_t block, uint32_t layer) const {

@@ -73,7 +73,8 @@ void ImportBeginning::TakeHeader() {
 LongCall::Next ImportBeginning::FindSome() {
   if (!SettleFound()) return Next::kCompare;
   piece_begin_ = at_;
-  for (size_t pages = 0; at_ < full_blocks() && pages < kPagesOfPiece; ++at_) {
+  const size_t to = std::min<size_t>(full_blocks(), at_ + kCountedOfPiece);
+  for (size_t pages = 0; at_ < to && pages < kPagesOfPiece; ++at_) {
     const HandOffBlock& named = first().blocks[at_];
     if (!named.named) continue;
     pages += cache().layers();
@@ -133,6 +134,7 @@ bool ImportBeginning::CanShare(const Block& block) const {
 
 void ImportBeginning::LeaveFound() {
   std::vector<Block*> left = std::move(found_);
+  left.push_back(std::exchange(begun_, nullptr));
   left.insert(left.end(), unfit_.begin(), unfit_.end());
   std::erase(left, nullptr);
   for (Block* const block : left) in_->parts.blocks->ForgetHolder(block);
@@ -172,29 +174,26 @@ void ImportBeginning::ChooseSome() {
 
 // ---- slots ----
 
-// Of a block that is to come; behind the full ones, of the open one.
-SlotCounts ImportBeginning::SlotsOf(uint32_t block) {
+// Of a page that is to come.
+SlotCounts ImportBeginning::SlotsOf(uint32_t block, uint32_t layer) const {
   SlotCounts counts;
   if (block == full_blocks()) {
-    counts.raw = cache().layers();
+    counts.raw = 1;
     return counts;
   }
-  for (uint32_t layer = 0; layer < cache().layers(); ++layer) {
-    const ArrivalForm form = in_->form(block, layer);
-    counts.raw += !cache().identity() && form != ArrivalForm::kEncoded;
-    counts.activations += form == ArrivalForm::kRecomputed;
-    if (!cache().keeps_raw(block, layer))
-      cache().CountEncodedSlots(layer, 1, &counts);  // a raw page's is for its encoding
-  }
+  const ArrivalForm form = in_->form(block, layer);
+  counts.raw = !cache().identity() && form != ArrivalForm::kEncoded;
+  counts.activations = form == ArrivalForm::kRecomputed;
+  if (!cache().keeps_raw(block, layer))
+    cache().CountEncodedSlots(layer, 1, &counts);  // a raw page's is for its encoding
   return counts;
 }
 
 void ImportBeginning::CountSlotsSome() {
   const uint32_t blocks = in_->pages_per_layer();
-  for (size_t pages = 0; at_ < blocks && pages < kCountedOfPiece; ++at_) {
-    ++pages;
-    if (at_ < full_blocks() && found_[at_] != nullptr) continue;
-    wanted_.Add(SlotsOf(static_cast<uint32_t>(at_)));
+  for (size_t pages = 0; at_ < blocks && pages < kCountedOfPiece; ++at_, ++pages) {
+    if (is_here(at_)) continue;
+    for (uint32_t layer = 0; layer < cache().layers(); ++layer) wanted_.Add(SlotsOf(static_cast<uint32_t>(at_), layer));
     pages += cache().layers();
   }
   if (at_ == blocks) GoTo(Stage::kRoom);
@@ -215,26 +214,40 @@ void ImportBeginning::MakeRoom() {
 
 void ImportBeginning::TakeSlotsSome() {
   const size_t blocks = in_->pages_per_layer(), from = at_;
-  const uint64_t block_bytes = cache().layers() * (cache().raw_slot_bytes + cache().activation_slot_bytes);
+  const uint64_t page_bytes = cache().raw_slot_bytes + cache().activation_slot_bytes;
   SlotCounts wanted;
-  uint64_t pages = 0, bytes = 0;
-  size_t to = from;
-  for (; to < blocks && to < from + kPagesOfPiece && pages < kPagesOfPiece && bytes < kBytesOfPiece; ++to) {
-    if (to < full_blocks() && found_[to] != nullptr) continue;
-    wanted.Add(SlotsOf(static_cast<uint32_t>(to)));
-    pages += cache().layers();
-    bytes += block_bytes;
+  size_t to = from, pages = 0;
+  uint32_t to_layer = layer_;
+  while (to < blocks && to < from + kCountedOfPiece && pages < kPagesOfPiece && pages * page_bytes < kBytesOfPiece) {
+    if (is_here(to)) {
+      ++to;
+      continue;
+    }
+    wanted.Add(SlotsOf(static_cast<uint32_t>(to), to_layer));
+    ++pages;
+    if (++to_layer < cache().layers()) continue;
+    to_layer = 0;
+    ++to;
   }
   Reservation slots(cache().tier->pool());
   status_ = cache().tier->Reserve(cache(), wanted, &slots);
   if (!status_.ok()) return;
-  for (; at_ < to; ++at_) {
-    if (at_ == full_blocks() || found_[at_] == nullptr) {
-      AddNewBlock(static_cast<uint32_t>(at_), &slots);
-    } else {
+  while (at_ < to || layer_ < to_layer) {
+    if (is_here(at_)) {
       in_->parts.blocks->ForgetHolder(found_[at_]);
       in_->parts.sequences->Attach(*in_->hidden, std::exchange(found_[at_], nullptr));
+      ++at_;
+      continue;
     }
+    if (begun_ == nullptr) {
+      begun_ = in_->parts.blocks->New(in_->cache, static_cast<uint32_t>(at_));
+      in_->parts.blocks->NoteHolder(begun_);
+    }
+    TakeSlotsOf(layer_, &slots);
+    if (++layer_ < cache().layers()) continue;
+    AddBegun();
+    layer_ = 0;
+    ++at_;
   }
   if (at_ < blocks) return;
   in_->awaited.reserve(first().size());
@@ -242,24 +255,29 @@ void ImportBeginning::TakeSlotsSome() {
   GoTo(Stage::kTargets);
 }
 
-void ImportBeginning::AddNewBlock(uint32_t index, Reservation* slots) {
-  BlockIndex& blocks = *in_->parts.blocks;
+void ImportBeginning::TakeSlotsOf(uint32_t layer, Reservation* slots) {
+  const uint32_t index = begun_->index;
   const bool open = index == full_blocks();
-  Block* const block = blocks.New(in_->cache, index);
-  in_->new_blocks[index] = {block, cache().layers(), !open};
-  for (uint32_t layer = 0; layer < cache().layers(); ++layer) {
-    const ArrivalForm form = in_->form(index, layer);
-    PageChange reserved;
-    if (open || (!cache().identity() && form != ArrivalForm::kEncoded)) reserved.raw = slots->TakeRaw();
-    if (!open && !cache().keeps_raw(index, layer)) reserved.encoded = slots->TakeEncoded(cache(), layer);
-    blocks.Apply({block, layer}, PageEvent::kReserve, reserved);
-    if (form != ArrivalForm::kRecomputed) continue;
-    blocks.Apply({block, layer, PageKind::kActivations}, PageEvent::kReserve, {PageId(), slots->TakeActivations()});
+  const ArrivalForm form = in_->form(index, layer);
+  PageChange reserved;
+  if (open || (!cache().identity() && form != ArrivalForm::kEncoded)) reserved.raw = slots->TakeRaw();
+  if (!open && !cache().keeps_raw(index, layer)) reserved.encoded = slots->TakeEncoded(cache(), layer);
+  in_->parts.blocks->Apply({begun_, layer}, PageEvent::kReserve, reserved);
+  if (form != ArrivalForm::kRecomputed) return;
+  in_->parts.blocks->Apply({begun_, layer, PageKind::kActivations}, PageEvent::kReserve,
+                           {PageId(), slots->TakeActivations()});
+}
+
+void ImportBeginning::AddBegun() {
+  Block* const block = std::exchange(begun_, nullptr);
+  const bool open = block->index == full_blocks();
+  in_->new_blocks[block->index] = {block, cache().layers(), !open};
+  if (open) {
+    in_->parts.blocks->ForgetHolder(block);  // the sequence's alone
+  } else {
+    in_->parts.blocks->Hold(block);
   }
   in_->parts.sequences->Attach(*in_->hidden, block);
-  if (open) return;
-  blocks.Hold(block);
-  blocks.NoteHolder(block);
 }
 
 // ---- where pages go ----

@@ -64,10 +64,12 @@ class ImportBeginning final : public Importing {
   void CountPagesSome();
   void ChooseSome();
   void CountSlotsSome();
-  SlotCounts SlotsOf(uint32_t block);
+  SlotCounts SlotsOf(uint32_t block, uint32_t layer) const;
   void MakeRoom();
   void TakeSlotsSome();
-  void AddNewBlock(uint32_t index, Reservation* slots);
+  bool is_here(size_t block) const { return block < full_blocks() && found_[block] != nullptr; }
+  void TakeSlotsOf(uint32_t layer, Reservation* slots);  // of `begun_`
+  void AddBegun();
   void FindTargetsSome();
   void LeaveFound();
 
@@ -85,6 +87,8 @@ class ImportBeginning final : public Importing {
   PageComparison comparison_;
   std::vector<uint32_t> pages_of_layer_, recomputed_of_layer_;  // [layers] to come; with activations, then: chosen
   SlotCounts wanted_;
+  Block* begun_ = nullptr;  // that is to come, held, and has slots of the layers before layer_
+  uint32_t layer_ = 0;
 };
 
 }  // namespace kvmanager

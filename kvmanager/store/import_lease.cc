@@ -90,7 +90,8 @@ void ImportLeaseImpl::MakeRoom() {
 }
 
 void ImportLeaseImpl::WithdrawSome() {
-  const size_t to = std::min(last_.withdrawn.size(), at_ + kBlocksAtOnce);
+  const size_t at_once = std::clamp<size_t>(kBytesAtOnce / cache_.raw_slot_bytes, 1, kBlocksAtOnce);
+  const size_t to = std::min(last_.withdrawn.size(), at_ + at_once);
   SlotCounts wanted;
   for (size_t i = at_; i < to; ++i) wanted.raw += NeedsRawSlot(last_.withdrawn[i]);
   Reservation slots(cache_.tier->pool());

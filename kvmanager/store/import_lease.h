@@ -42,6 +42,7 @@ class ImportLeaseImpl final : public ImportLease {
 
  private:
   static constexpr size_t kBlocksAtOnce = 128, kPagesAtOnce = 1024;
+  static constexpr uint64_t kBytesAtOnce = 1 << 20;  // of slots, which may have to be zeroed
 
   // Of ExtendNext.
   enum class Stage : uint8_t { kCheck, kCount, kRoom, kWithdraw, kTargets, kDone };

@@ -91,7 +91,23 @@ absl::StatusOr<std::unique_ptr<ExportedSequence>> SequenceExports::Begin(const S
                         absl::StrCat("what has at most ", kHandOffPagesMax, " pages, of a block one in each of ",
                                      cache->layers(), " layers"));
   }
-  return std::make_unique<ExportedSequence>(this, sequence.id, tokens, options, written);
+  KV_RETURN_IF_ERROR(CheckRoom(cache->payer, pages));
+  pages_.Add(cache->payer, pages);
+  return std::make_unique<ExportedSequence>(this, sequence.id, tokens, options, written, pages);
+}
+
+// A client could begin and end hand-offs faster than what they hold is given back.
+absl::Status SequenceExports::CheckRoom(PayerId payer, uint64_t pages) const {
+  const struct {
+    const char* whose;
+    uint64_t has, max;
+  } bounds[] = {{kOfTenant, pages_.Of(payer), kTenantSentPagesMax}, {"", pages_.all(), kSentPagesMax}};
+  for (const auto& [whose, has, max] : bounds) {
+    if (has + pages <= max) continue;
+    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("pages of hand-offs being sent", whose),
+                      absl::StrCat(has, " and ", pages, " more"), absl::StrCat("at most ", max));
+  }
+  return absl::OkStatus();
 }
 
 bool SequenceExports::AwaitsWrites(SequenceId sequence) const {
@@ -124,6 +140,7 @@ bool SequenceExports::ReleaseSome() {
 }
 
 void SequenceExports::Closed(const ExportHolds& holds) {
+  pages_.Remove(holds.cache->payer, holds.counted);
   --holds.cache->leases;
   if (!holds.cache->wanted) parts_.caches->CloseIfUnused(holds.cache);
 }

@@ -14,6 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kvmanager/base/owner_counts.h"
 #include "kvmanager/store/encode_jobs.h"
 #include "kvmanager/store/export_holds.h"
 #include "kvmanager/store/hand_off_lease.h"
@@ -73,6 +74,8 @@ class SequenceExports final : public Exports {
   void Later(ExportWork* work);
   void Forget(ExportWork* work);
 
+  /// Pages of hand-offs that are sent, listed or not, until what they held is given back.
+  const OwnerCounts<PayerId>& pages() const { return pages_; }
   /// For CheckInvariants.
   const std::deque<ExportHolds>& left() const { return left_; }
 
@@ -80,9 +83,11 @@ class SequenceExports final : public Exports {
   /// written: what there is has been written, and nothing comes.
   absl::StatusOr<std::unique_ptr<ExportedSequence>> Begin(const Sequence& sequence, uint64_t tokens,
                                                           const ExportOptions& options, bool written);
+  absl::Status CheckRoom(PayerId payer, uint64_t pages) const;
   void Closed(const ExportHolds& holds);
 
   const Parts parts_;
+  OwnerCounts<PayerId> pages_;
   std::deque<ExportHolds> left_;
   std::deque<ExportWork*> work_;
   std::function<void()> on_leftovers_ = [] {};

@@ -237,8 +237,9 @@ absl::Status SequenceTable::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
         absl::StrCat("sequence ", id, " is being appended to: it cannot be cropped before the end"));
   }
   if (!sequence->followers.empty()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("sequence ", id, " is being handed off while it grows: it cannot be cropped before the end"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "sequence ", id,
+        " is being handed off: it cannot be cropped before what it has is listed, and what grows before its end"));
   }
   const uint32_t index = static_cast<uint32_t>(tokens / cache->page_tokens());
   const int rest = static_cast<int>(tokens % cache->page_tokens());

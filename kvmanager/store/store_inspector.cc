@@ -122,6 +122,8 @@ StoreUse StoreInspector::Use() const {
   use.lease_pages = parts_.reads->pages().all();
   use.tenant_lease_pages = parts_.reads->pages().most();
   use.tenant_caches = parts_.caches->of_payers().most();
+  use.sent_pages = parts_.exports->pages().all();
+  use.tenant_sent_pages = parts_.exports->pages().most();
   use.unwritten_blocks = parts_.disk_writes->unwritten();
   return use;
 }
