@@ -102,8 +102,8 @@ class OutgoingHandOffsTest : public testing::PageStoreTest {
   }
   const OutgoingHandOffs& outgoing() {
     if (!outgoing_.has_value()) {
-      outgoing_.emplace(
-          OutgoingHandOff::Parts{.transport = &transport_, .loop = &loop_, .metrics = &hand_off_metrics_});
+      outgoing_.emplace(OutgoingHandOff::Parts{
+          .transport = &transport_, .loop = &loop_, .metrics = &hand_off_metrics_, .turns = &turns_});
     }
     return *outgoing_;
   }
@@ -113,6 +113,7 @@ class OutgoingHandOffsTest : public testing::PageStoreTest {
   FakeTransport transport_;
   MessageQueue queue_;
   EventLoop loop_{&queue_, 0};
+  HandOffTurns turns_{&queue_};
   std::optional<OutgoingHandOffs> outgoing_;
   int listed_ = 0;
   std::optional<absl::StatusOr<SentHandOff>> sent_;
