@@ -263,16 +263,18 @@ TEST_F(DeviceStreamTest, ADaemonEndsThoughAnEngineOwesItAWord) {
 }
 
 TEST_F(DeviceStreamTest, AsManyEnginesAsTheLimitSaysAllStalledHoldUpNobody) {
+  constexpr int kStreams = 12;  // user_gpu_streams
   ASSERT_OK_AND_ASSIGN(auto daemon, StartDaemon());
   std::vector<std::unique_ptr<Engine>> engines;
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < kStreams; ++i) {
     ASSERT_OK_AND_ASSIGN(auto engine, Engine::Start(daemon->listen(), 1 << 20));
     engines.push_back(std::move(engine));
     ASSERT_OK(engines.back()->Copy(1, 1 << 20));
   }
   const absl::Status refused = Engine::Start(daemon->listen(), 1 << 20).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
-  for (int i = 15; i >= 0; --i) {  // each alone, the rest standing
+  EXPECT_EQ(DetailOf(refused).bound, absl::StrCat("at most ", kStreams)) << refused;
+  for (int i = kStreams - 1; i >= 0; --i) {  // each alone, the rest standing
     engines[i]->device->words().Store(SharedSemaphores::Word::kReady, 1);
     EXPECT_TRUE(Eventually([&] { return engines[i]->device->words().Load(SharedSemaphores::Word::kDone) == 1; })) << i;
   }
