@@ -305,6 +305,35 @@ TEST_F(ExportPiecesTest, PagesAreOfferedOneByOneAsTheyAreEncoded) {
 }
 
 // By way of the host; and directly, where what is written is told at once of very many pages.
+// Beginning and ending them is faster than giving back what they list.
+TEST_F(ExportPiecesTest, OfOnePayerAreBoundedUntilWhatTheyHeldIsGivenBack) {
+  const SequenceId empty = Create(test().Open(Config("raw")));
+  const uint64_t tokens = uint64_t{65536} * kPage;  // of two layers 131,072 pages
+  const auto begin = [&] { return store().exports().BeginGrowing(empty, tokens, {}); };
+  std::vector<std::unique_ptr<ExportBeginning>> begun;
+  for (uint64_t pages = 0; pages < kTenantSentPagesMax; pages += 131072) {
+    auto made = begin();
+    ASSERT_TRUE(made.ok()) << made.status();
+    begun.push_back(*std::move(made));
+    EXPECT_EQ(store().report().Use().tenant_sent_pages, pages + 131072);
+  }
+  const absl::Status refused = begin().status();
+  EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+  EXPECT_EQ(DetailOf(refused).field, "pages of hand-offs being sent of this tenant");
+  EXPECT_EQ(DetailOf(refused).bound, "at most 8388608");
+  // One that lists all of them, and goes.
+  begun.back()->DoAll();
+  begun.pop_back();
+  store().report().CheckInvariants();
+  EXPECT_TRUE(absl::IsResourceExhausted(begin().status()));
+  ReleaseAll();
+  EXPECT_GT(releases_, 1u);
+  EXPECT_TRUE(begin().ok());
+  begun.clear();
+  ReleaseAll();
+  EXPECT_EQ(store().report().Use().sent_pages, 0u);
+}
+
 TEST_F(ExportPiecesTest, GoOutOfAGpu) {
   for (const ExportWay way : {ExportWay::kByHost, ExportWay::kDirect}) {
     for (const char* codec : {"raw", "declining"}) {
