@@ -1,5 +1,6 @@
 // Pieces of hand-offs, on the loop's thread: payers take turns, and one piece at a time is a message of the loop's
-// queue. So whatever else is posted there waits for one piece, however many hand-offs are under way.
+// queue. So whatever else is posted there waits for one piece, however many hand-offs are under way. (What a call of a
+// client begins, its first piece, is the call's own turn.)
 #pragma once
 
 #include <chrono>

@@ -130,7 +130,12 @@ absl::Status IncomingHandOffs::BeginImport(Offered& offered) {
 
 void IncomingHandOffs::Try(std::shared_ptr<Offered> offered) {
   if (absl::Status begun = BeginImport(*offered); !begun.ok()) return EndTry(offered, std::move(begun));
-  TrySome(std::move(offered));
+  TrySoon(std::move(offered));
+}
+
+void IncomingHandOffs::TrySoon(std::shared_ptr<Offered> offered) {
+  const std::string payer = offered->payer;
+  turns_.Post(payer, [this, offered = std::move(offered)]() mutable { TrySome(std::move(offered)); });
 }
 
 void IncomingHandOffs::TrySome(std::shared_ptr<Offered> offered) {
@@ -141,15 +146,13 @@ void IncomingHandOffs::TrySome(std::shared_ptr<Offered> offered) {
   while (next == LongCall::Next::kPiece && !turn.over()) next = offered->importing->DoPiece();
   if (offered->waits) retry_took_ns_ += parts_.clock->NowNs() - begun_ns;
   switch (next) {
-    case LongCall::Next::kPiece: {
-      const std::string payer = offered->payer;
-      return turns_.Post(payer, [this, offered = std::move(offered)]() mutable { TrySome(std::move(offered)); });
-    }
+    case LongCall::Next::kPiece:
+      return TrySoon(std::move(offered));
     case LongCall::Next::kCompare: {
       const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
       auto compare = [offered] { return offered->importing->CompareOne(); };
       return OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kEncode, owner, std::move(compare))
-          .then([this, offered = std::move(offered)]() mutable { TrySome(std::move(offered)); })
+          .then([this, offered = std::move(offered)]() mutable { TrySoon(std::move(offered)); })
           .detach(
               [](kj::Exception&& exception) { spdlog::error("event loop: {}", exception.getDescription().cStr()); });
     }
@@ -183,7 +186,7 @@ void IncomingHandOffs::EndTry(const std::shared_ptr<Offered>& offered, absl::Sta
   } else if (may_wait) {
     Wait(offered, accepted.status());
   } else {
-    waiting_.Take(offered.get());
+    if (waiting_.Take(offered.get()) != nullptr) NoteFree();
     const bool by_host =
         of_gpu && (absl::IsResourceExhausted(accepted.status()) || absl::IsFailedPrecondition(accepted.status()));
     Answer(*offered, by_host ? OfferFromHost(accepted.status()) : std::move(accepted));
@@ -203,6 +206,7 @@ void IncomingHandOffs::Wait(const std::shared_ptr<Offered>& offered, absl::Statu
   if (absl::Status place = waiting_.CheckPlace(offered->payer); !place.ok()) {
     return Answer(*offered, std::move(place));
   }
+  NoteFree();
   offered->full = std::move(full);
   offered->deadline = loop_->timer()
                           .afterDelay(offered->room_ms * kj::MILLISECONDS)
@@ -243,15 +247,20 @@ void IncomingHandOffs::AwaitRoom() {
   });
 }
 
+// What those that wait have been tried with, at least.
+void IncomingHandOffs::NoteFree() { tried_free_bytes_ = std::min(tried_free_bytes_, Load().free_bytes); }
+
 // What a try that failed gives back comes as room, too, some of it later: without more room than that try found there
 // is time.
 void IncomingHandOffs::RetrySoon(bool changed) {
   if (waiting_.empty()) return;
   if (retrying_) {
     retry_again_ = true;
+    retry_changed_ |= changed;
     return;
   }
   const bool late = !changed && Load().free_bytes <= tried_free_bytes_;
+  if (late && !awaits_room_) AwaitRoom();
   if (retry_due_ && (late || !retry_late_)) return;
   retry_due_ = true;
   retry_late_ = late;
@@ -282,7 +291,7 @@ void IncomingHandOffs::ForgetGone() {
 void IncomingHandOffs::RetryOffers() {
   retry_due_ = false;
   if (retrying_) {
-    retry_again_ = true;
+    retry_again_ = retry_changed_ = true;
     return;
   }
   retrying_ = true;
@@ -298,7 +307,7 @@ void IncomingHandOffs::RetryNext() {
   std::shared_ptr<Offered> next = waiting_.Next(full_);
   if (next != nullptr) return Try(std::move(next));
   retrying_ = false;
-  if (std::exchange(retry_again_, false)) RetrySoon(/*changed=*/true);
+  if (std::exchange(retry_again_, false)) RetrySoon(std::exchange(retry_changed_, false));
   if (!waiting_.empty()) return;
   parts_.store->imports().OnRoom(nullptr);
   awaits_room_ = false;

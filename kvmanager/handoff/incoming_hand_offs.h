@@ -82,6 +82,7 @@ class IncomingHandOffs final : public HandOffReceiver {
   void ConsiderGpu(std::shared_ptr<Offered> offered);
   /// Makes room for it, in pieces, then accepts it. Or it is refused, or waits.
   void Try(std::shared_ptr<Offered> offered);
+  void TrySoon(std::shared_ptr<Offered> offered);
   void TrySome(std::shared_ptr<Offered> offered);
   absl::Status BeginImport(Offered& offered);
   absl::StatusOr<Accepted> Accept(Offered& offered);
@@ -90,6 +91,7 @@ class IncomingHandOffs final : public HandOffReceiver {
   void Wait(const std::shared_ptr<Offered>& offered, absl::Status full);
   void Answer(Offered& offered, absl::StatusOr<Accepted> accepted);
   void AwaitRoom();
+  void NoteFree();
   void RetrySoon(bool changed);
   void ForgetGone();
   void RetryOffers();
@@ -101,13 +103,13 @@ class IncomingHandOffs final : public HandOffReceiver {
   HandOffTurns turns_;
   Receptions receptions_;
   OfferQueue<Offered> waiting_;
-  bool awaits_room_ = false;                     // the store will say when some comes
-  bool retry_due_ = false, retry_late_ = false;  // some time later, as there is no more room than there was
-  bool retrying_ = false;                        // those that wait are being tried
-  bool retry_again_ = false;                     // behind that
-  uint64_t tried_free_bytes_ = 0;                // room when that began
-  std::vector<std::string> full_;                // payers for whom there was no room in this round
-  int64_t retry_took_ns_ = 0;                    // of the loop's time, the last round
+  bool awaits_room_ = false;                          // the store will say when some comes
+  bool retry_due_ = false, retry_late_ = false;       // some time later, as there is no more room than there was
+  bool retrying_ = false;                             // those that wait are being tried
+  bool retry_again_ = false, retry_changed_ = false;  // behind that, since more than room has changed
+  uint64_t tried_free_bytes_ = 0;                     // room when that began
+  std::vector<std::string> full_;                     // payers for whom there was no room in this round
+  int64_t retry_took_ns_ = 0;                         // of the loop's time, the last round
   kj::Promise<void> retry_ = nullptr;
 };
 

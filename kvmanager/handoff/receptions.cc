@@ -160,18 +160,21 @@ void Receptions::Extend(std::shared_ptr<Incoming> incoming, absl::StatusOr<LastM
     return reply(status);
   }
   incoming->import().BeginExtend(std::move(manifest->last));
-  ExtendSome(std::move(incoming), std::move(reply));
+  ExtendSoon(std::move(incoming), std::move(reply));
+}
+
+void Receptions::ExtendSoon(std::shared_ptr<Incoming> incoming, absl::AnyInvocable<void(absl::Status)> reply) {
+  const std::string payer = incoming->payer;
+  turns_.Post(payer, [this, incoming = std::move(incoming), reply = std::move(reply)]() mutable {
+    ExtendSome(std::move(incoming), std::move(reply));
+  });
 }
 
 void Receptions::ExtendSome(std::shared_ptr<Incoming> incoming, absl::AnyInvocable<void(absl::Status)> reply) {
   if (!incoming->failed.ok()) return reply(incoming->failed);
   const Turn turn(HandOffTurns::kPiece);
   while (incoming->import().ExtendNext()) {
-    if (!turn.over()) continue;
-    const std::string payer = incoming->payer;
-    return turns_.Post(payer, [this, incoming = std::move(incoming), reply = std::move(reply)]() mutable {
-      ExtendSome(std::move(incoming), std::move(reply));
-    });
+    if (turn.over()) return ExtendSoon(std::move(incoming), std::move(reply));
   }
   const absl::Status status = incoming->import().extended();
   status.ok() ? GoOn(*incoming) : Refuse(*incoming, status);
@@ -233,16 +236,19 @@ void Receptions::GoOn(Incoming& incoming) {
     tickets_.Show(incoming.ticket, *shown);
   }
   if (incoming.completed == nullptr || !import.complete()) return;
-  if (!std::exchange(incoming.committing, true)) CommitSome(incoming.shared_from_this());
+  if (!std::exchange(incoming.committing, true)) CommitSoon(incoming.shared_from_this());
+}
+
+void Receptions::CommitSoon(std::shared_ptr<Incoming> incoming) {
+  const std::string payer = incoming->payer;
+  turns_.Post(payer, [this, incoming = std::move(incoming)]() mutable { CommitSome(std::move(incoming)); });
 }
 
 void Receptions::CommitSome(std::shared_ptr<Incoming> incoming) {
   if (!incoming->failed.ok()) return;
   const Turn turn(HandOffTurns::kPiece);
   while (incoming->import().CommitNext()) {
-    if (!turn.over()) continue;
-    const std::string payer = incoming->payer;
-    return turns_.Post(payer, [this, incoming = std::move(incoming)]() mutable { CommitSome(std::move(incoming)); });
+    if (turn.over()) return CommitSoon(std::move(incoming));
   }
   const absl::Status committed = incoming->import().committed();
   if (!committed.ok()) return Fail(*incoming, committed);

@@ -47,6 +47,7 @@ class Receptions {
   /// The trailer, in pieces.
   void Extend(std::shared_ptr<Incoming> incoming, absl::StatusOr<LastManifest> manifest,
               absl::AnyInvocable<void(absl::Status)> reply);
+  void ExtendSoon(std::shared_ptr<Incoming> incoming, absl::AnyInvocable<void(absl::Status)> reply);
   void ExtendSome(std::shared_ptr<Incoming> incoming, absl::AnyInvocable<void(absl::Status)> reply);
   void Landed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages);
   void PostEncodes(const Incoming& incoming);
@@ -54,6 +55,7 @@ class Receptions {
   void Complete(Incoming& incoming, absl::AnyInvocable<void(absl::Status)> reply);
   void Abort(Incoming& incoming, const absl::Status& why);
   void GoOn(Incoming& incoming);  // shows and commits what it can
+  void CommitSoon(std::shared_ptr<Incoming> incoming);
   void CommitSome(std::shared_ptr<Incoming> incoming);
   void Refuse(Incoming& incoming, const absl::Status& why);
   void Fail(Incoming& incoming, const absl::Status& why);

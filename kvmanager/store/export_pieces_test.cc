@@ -304,7 +304,6 @@ TEST_F(ExportPiecesTest, PagesAreOfferedOneByOneAsTheyAreEncoded) {
   EXPECT_EQ(taken, pages);
 }
 
-// By way of the host; and directly, where what is written is told at once of very many pages.
 // Beginning and ending them is faster than giving back what they list.
 TEST_F(ExportPiecesTest, OfOnePayerAreBoundedUntilWhatTheyHeldIsGivenBack) {
   const SequenceId empty = Create(test().Open(Config("raw")));
@@ -334,6 +333,7 @@ TEST_F(ExportPiecesTest, OfOnePayerAreBoundedUntilWhatTheyHeldIsGivenBack) {
   EXPECT_EQ(store().report().Use().sent_pages, 0u);
 }
 
+// By way of the host; and directly, where what is written is told at once of very many pages.
 TEST_F(ExportPiecesTest, GoOutOfAGpu) {
   for (const ExportWay way : {ExportWay::kByHost, ExportWay::kDirect}) {
     for (const char* codec : {"raw", "declining"}) {
