@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 16;
+const apiMinor :UInt16 = 17;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -173,6 +173,9 @@ struct BlocksRequest {
   names @1 :List(BlockName);  # consecutive blocks
   pages @2 :Tensor;        # an arena range: where pages go, as many blocks as fit; or what is written, exactly
   raw @3 :Data;            # to be written: [names][layers], 1 where the page is raw, else 0
+  mapped @4 :Bool;
+  # Of readBlocks: pages in memory that this process may map (Cache.mapSlab) are held there, by BlocksReply.lease, and not copied;
+  # `pages` has the others, and may be none: then blocks end at the first of these. Feature "map-blocks".
 }
 
 struct BlocksReply {
@@ -184,6 +187,19 @@ struct BlocksReply {
   bytes @3 :UInt64;        # of the range that they take, or that was copied
   reason @4 :MissReason;   # why no more were read; none: all were, or no more fit
   present @5 :UInt32;      # of those that were to be written: the daemon has them already, and copied nothing
+  places @6 :Data;
+  # With mapped: [blocks][layers] of where a page is, two words of 64 bits in little endian each: the slab to map, 2^64 - 1 for the
+  # range, and the offset from the slab's or the range's first byte, a multiple of 64.
+  checksums @7 :Data;      # with mapped: [blocks][layers] XXH3-64 of the page's bytes, of 64 bits in little endian
+  lease @8 :BlocksLease;   # with mapped, where a page lies in a slab
+}
+
+interface BlocksLease {
+  # Pages that are held where they lie: until release is answered or this is dropped they are neither moved nor written to. The
+  # reader compares what it copied with the checksums: the daemon has not.
+  release @0 (corruptBlock :UInt32 = 0xffffffff) -> (status :Status);
+  # OK: they were held all the time; UNAVAILABLE: they are not any more. corruptBlock: of those that were read, the one whose bytes
+  # had not their checksum: the daemon compares it itself, and forgets it if that is so.
 }
 
 struct ExtendRequest {
@@ -348,7 +364,8 @@ interface DeviceStream {
 }
 
 interface Slab {
-  # getFd() of this capability is a descriptor of a slab, to be imported by CUDA's virtual memory management.
+  # getFd() of this capability is a descriptor of a slab: one of a GPU's is imported by CUDA's virtual memory management, one of host
+  # memory is mapped for reading.
 }
 
 struct DeviceCopy {
@@ -395,6 +412,9 @@ interface Cache {
   # with the first block of the sequence, or parents be retained as well. blocks: of the names, that are in a memory or on the disk;
   # bytes: of these, each copy counted. Names that are nowhere are no error. A name's `tokens` may be 32 zeros: not known. Feature
   # "retain".
+  mapSlab @12 (slab :UInt32) -> (status :Status, slab :Slab, bytes :UInt64);
+  # Host memory with pages of this cache's tenant, of which a reply of readBlocks told. It belongs to the tenant until no process
+  # maps it. FAILED_PRECONDITION: it is not to be mapped (any more); read without `mapped`. Unix sockets only. Feature "map-blocks".
 }
 
 struct ProjectionFacts {
