@@ -174,7 +174,7 @@ struct BlocksRequest {
   pages @2 :Tensor;        # an arena range: where pages go, as many blocks as fit; or what is written, exactly
   raw @3 :Data;            # to be written: [names][layers], 1 where the page is raw, else 0
   mapped @4 :Bool;
-  # Of readBlocks: pages in memory that this process may map (Cache.mapSlab) are held there, by BlocksReply.lease, and not copied;
+  # Of readBlocks: pages in memory that this process may map are held there, by BlocksReply.lease, and not copied;
   # `pages` has the others, and may be none: then blocks end at the first of these. Feature "map-blocks".
 }
 
@@ -200,6 +200,9 @@ interface BlocksLease {
   release @0 (corruptBlock :UInt32 = 0xffffffff) -> (status :Status);
   # OK: they were held all the time; UNAVAILABLE: they are not any more. corruptBlock: of those that were read, the one whose bytes
   # had not their checksum: the daemon compares it itself, and forgets it if that is so.
+  mapSlab @1 (slab :UInt32) -> (status :Status, slab :Slab, bytes :UInt64);
+  # Host memory in which pages of this lease lie. It is their tenant's alone until no process maps it any more. FAILED_PRECONDITION:
+  # it is not to be mapped; read without `mapped`. Unix sockets only.
 }
 
 struct ExtendRequest {
@@ -412,9 +415,6 @@ interface Cache {
   # with the first block of the sequence, or parents be retained as well. blocks: of the names, that are in a memory or on the disk;
   # bytes: of these, each copy counted. Names that are nowhere are no error. A name's `tokens` may be 32 zeros: not known. Feature
   # "retain".
-  mapSlab @12 (slab :UInt32) -> (status :Status, slab :Slab, bytes :UInt64);
-  # Host memory with pages of this cache's tenant, of which a reply of readBlocks told. It belongs to the tenant until no process
-  # maps it. FAILED_PRECONDITION: it is not to be mapped (any more); read without `mapped`. Unix sockets only. Feature "map-blocks".
 }
 
 struct ProjectionFacts {

@@ -177,6 +177,8 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "capabilities of caches that it holds, and calls to open one"},
       {"connection_sequences", kConnection, "sequences", limits::kSequencesMax, nullptr, &Use::connection_sequences,
        "sequences that it holds"},
+      {"connection_block_leases", kConnection, "leases", limits::kBlockLeasesMax, nullptr, nullptr,
+       "leases on blocks that it reads where they lie"},
       {"connection_arenas", kConnection, "arenas", limits::kArenasMax, nullptr, &Use::connection_arenas,
        "arenas that it holds, on GPUs too"},
       {"connection_arena_bytes", kConnection, kBytes, limits::kArenaBytesTotalMax, nullptr,

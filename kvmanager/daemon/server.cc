@@ -282,7 +282,7 @@ class ServerImpl final : public Server {
           reads({of.store_.get(), of.workers_.get(), &of.queue_, &of.polls_, &of.clock_, of.devices_.gpus(),
                  &of.metrics_.reads}),
           block_calls({of.store_.get(), of.workers_.get(), &of.queue_, &of.clock_, &of.drain_, &of.metrics_.block_calls,
-                       &long_calls}),
+                       &long_calls, of.options_.map_blocks}),
           requests({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kCallsInFlightBytesMax},
                    &of.clock_),
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
@@ -399,6 +399,7 @@ class ServerImpl final : public Server {
     tenant_gauges_.Set(*store_);
     devices_.Look(store_.get());
     store_->long_calls().LookAgain();
+    memory_.pool()->TakeBack();
     // A request has its memory until there is room for its reply.
     const bool requests_wait = running_->requests.keeps_waiting();
     running_->requests.Look(requests_wait);
@@ -408,10 +409,7 @@ class ServerImpl final : public Server {
   }
 
   void BeginTermination() {
-    if (terminating_) {
-      stop_ = true;
-      return;
-    }
+    if (terminating_) return static_cast<void>(stop_ = true);
     terminating_ = true;
     drain_.Set(true);
     spdlog::info("draining: {} sequences are held and {} received ones wait to be claimed; waiting at most {} s",

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -200,6 +201,10 @@ TEST_F(KeeperTest, AKeeperThatIsStoppedIsAnError) {
 }
 
 TEST_F(KeeperTest, WhatNoDaemonSaysIsRefusedAndTheKeeperLives) {
+  rlimit limit;  // as the daemon does it; the keeper inherits it
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  limit.rlim_cur = limit.rlim_max;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
   {
     auto keeper = Open();
     ASSERT_TRUE(keeper->Keep("a", 0).ok());

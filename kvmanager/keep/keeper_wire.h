@@ -27,7 +27,7 @@ struct KeeperPacket {
 };
 
 constexpr size_t kKeptNameBytesMax = 64;
-constexpr size_t kKeptMax = 128;  // descriptors
+constexpr size_t kKeptMax = 2048;  // descriptors
 constexpr char kKeeperSocket[] = "keeper";
 
 /// Connects to the keeper that listens at `path`, if its process is of this user; what the socket waits for it waits 5

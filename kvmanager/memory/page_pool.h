@@ -1,8 +1,10 @@
 // Fixed slots in slabs: the daemon's host memory for pages. Sized at start; allocates no page memory afterwards.
 //
-// Slabs lie in at most kRegionsMax memfds, mapped, fallocated and sealed at start, whose descriptors are kept: another
-// process that gets one can read, not write, every page of every tenant in it, then and later, and cannot be made to
-// stop. So they are for processes that the daemon trusts with all of its pages, and nobody else.
+// Slabs lie in memfds, mapped, fallocated and sealed at start, whose descriptors are kept: another process that gets
+// one can read, not write, all pages in it, then and later, and cannot be made to stop. So fd() of a region is for
+// processes that the daemon trusts with all of its pages. A process of one tenant gets a descriptor of a slab by
+// ShowSlab, where each slab has a memfd of its own: such a slab stays its tenant's, and counts as used, until the
+// kernel says that nobody has it open or mapped any more.
 //
 // Which slots are whose is a SlabAllocator's (its invariants hold here), with small slabs where there are slabs enough;
 // freed memory of one tenant is never readable by another through the daemon: of a slab that changes tenant each slot
@@ -13,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,16 +32,20 @@ class PagePool final : public SlotPool {
  public:
   struct Options {
     uint64_t pool_bytes = 0;  // >= kSlabBytesMin; rounded down to whole slabs
-    uint64_t slab_bytes = 0;  // 0: pool_bytes / 64 clamped to [2 MiB, 32 MiB]; a multiple of 2 MiB
-    bool huge_pages = true;   // hugetlb memfd if it can be had, else madvise(MADV_HUGEPAGE), else small pages
-    bool keep = false;        // a later process may take the memory over: Region::Sharing::kKept
+    /// A multiple of 2 MiB. 0: pool_bytes / 64 clamped to [2 MiB, 32 MiB], or more where that were over kRegionsMax.
+    uint64_t slab_bytes = 0;
+    bool huge_pages = true;  // hugetlb memfd if it can be had, else madvise(MADV_HUGEPAGE), else small pages
+    bool keep = false;       // a later process may take the memory over: Region::Sharing::kKept
     /// Descriptors of an earlier pool's regions, in their order: this pool is of that memory. They are taken.
     std::vector<int> kept;
   };
   static constexpr uint64_t kSlabBytesMin = 2 << 20;
   static constexpr uint64_t kPoolBytesMax = uint64_t{1} << 41;  // slot numbers stay below 2^32
   static constexpr uint32_t kSmallSlabsFrom = 16;               // slabs: of fewer, one that is cut is too much
-  static constexpr uint64_t kRegionsMax = 64;  // a descriptor and a mapping each, here and at whoever maps them
+  static constexpr uint64_t kRegionsMax = 1024;  // a descriptor and a mapping each, here and at whoever maps them
+
+  /// Options::slab_bytes where it is 0.
+  static uint64_t SlabBytesFor(uint64_t pool_bytes);
 
   /// Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED when the host has not that much memory; with `kept`:
   /// FAILED_PRECONDITION when that is no pool of this size.
@@ -47,11 +54,22 @@ class PagePool final : public SlotPool {
   absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes, std::vector<PageId>* unclean = nullptr) override;
   void Free(PageId id) override { allocator_.Free(id); }
   SlabAllocator::SlotPlace SlotPlaceOf(PageId id) const { return SlabRestore::PlaceOf(allocator_, id); }
-  /// SlabRestore's, of a pool of kept memory.
-  std::vector<PageId> Restore(absl::Span<const SlabRestore::Slot> slots) {
-    return SlabRestore(&allocator_).Restore(slots);
-  }
+  /// SlabRestore's, of a pool of kept memory. What processes still map of it stays as it is until they let go.
+  std::vector<PageId> Restore(absl::Span<const SlabRestore::Slot> slots);
   uint8_t* Data(PageId id) const override;
+
+  // Slabs that processes of their tenant map.
+  /// Where a slot is, if a process of its tenant may be shown all of its slab.
+  std::optional<SlabPlace> Showable(PageId id) const override;
+  /// A descriptor to read a slab by in which a handed-out slot is Showable; the caller's. Errors: FAILED_PRECONDITION
+  /// (one payer's slabs that are shown would be more than half of the pool, and its guarantee, while others have some;
+  /// or the slab is not to be shown); UNAVAILABLE.
+  absl::StatusOr<int> ShowSlab(uint32_t slab) override;
+  /// Looks whether some of the slabs that are shown are read by nobody any more, the next kLooksMax of them; these are
+  /// as others. To be called now and then. Allocate and Restore do.
+  void TakeBack();
+  static constexpr size_t kLooksMax = 128;
+  size_t shown_slabs() const { return shown_.size(); }
 
   /// A slab's memory; those with lower numbers are used first.
   absl::Span<uint8_t> SlabData(uint32_t slab) const {
@@ -60,6 +78,8 @@ class PagePool final : public SlotPool {
   /// All of the memory; sealed against resizing, and nobody writes who receives a region's fd(). Fixed from start to
   /// end.
   absl::Span<const std::unique_ptr<Region>> regions() const { return regions_; }
+  /// Handed-out slots; and whole slabs that hold none but may still be mapped.
+  uint64_t used_bytes() const override { return slot_bytes_used() + allocator_.kept_slabs() * slab_bytes(); }
   std::string huge_page_state() const;  // "hugetlb", "transparent" or "none"
 
  private:
@@ -68,6 +88,8 @@ class PagePool final : public SlotPool {
 
   const uint64_t slabs_per_region_;  // of all but the last, which may have fewer
   const std::vector<std::unique_ptr<Region>> regions_;
+  std::vector<uint32_t> shown_;  // slabs: bound, or withheld
+  size_t look_ = 0;              // of shown_, the next
 };
 
 }  // namespace kvmanager

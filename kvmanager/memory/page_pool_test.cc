@@ -1,6 +1,7 @@
 #include "kvmanager/memory/page_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -78,7 +79,21 @@ TEST(PagePool, ExhaustsExactlyWhereCanAllocateSays) {
   EXPECT_EQ(pool->free_slabs(), 2u);
 }
 
+TEST(PagePool, LargePoolsHaveAMemfdForEachSlab) {
+  for (const uint64_t pool_bytes : {64 * kMiB, uint64_t{40} << 30, PagePool::kPoolBytesMax}) {
+    const uint64_t slab_bytes = PagePool::SlabBytesFor(pool_bytes);
+    EXPECT_LE(pool_bytes / slab_bytes, PagePool::kRegionsMax) << pool_bytes;
+    EXPECT_GE(pool_bytes / slab_bytes, 32u) << pool_bytes;
+    EXPECT_EQ(slab_bytes % PagePool::kSlabBytesMin, 0u);
+  }
+}
+
 TEST(PagePool, ManySlabsKeepFewDescriptors) {
+  rlimit limit;
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  limit.rlim_cur = limit.rlim_max;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+
   const auto open_descriptors = [] {
     const std::filesystem::directory_iterator all("/proc/self/fd");
     return std::distance(begin(all), end(all));
@@ -108,6 +123,175 @@ TEST(PagePool, OthersMapItsRegionsForReadingOnly) {
   const auto mapped = Region::Map(dup(region.fd()), region.bytes(), /*writable=*/false);
   ASSERT_TRUE(mapped.ok()) << mapped.status();
   EXPECT_TRUE(IsFilledWith((*mapped)->data() + (pool->Data(*id) - region.data()), 4096, 7));
+}
+
+std::unique_ptr<Region> MapShown(PagePool& pool, uint32_t slab) {
+  const auto fd = pool.ShowSlab(slab);
+  EXPECT_TRUE(fd.ok()) << fd.status();
+  auto mapped = Region::Map(*fd, pool.slab_bytes(), /*writable=*/false);
+  EXPECT_TRUE(mapped.ok()) << mapped.status();
+  return *std::move(mapped);
+}
+
+TEST(PagePool, AShownSlabStaysItsTenantsUntilNobodyMapsIt) {
+  const auto pool = MakePool(4 * kMiB);  // two slabs, neither cut
+  const PageId id = pool->Allocate(1, kMiB).value(), other = pool->Allocate(2, kMiB).value();
+  std::memset(pool->Data(id), 7, kMiB);
+  const auto place = pool->Showable(id);
+  ASSERT_TRUE(place.has_value());
+  EXPECT_EQ(pool->SlabData(place->slab).data() + place->offset, pool->Data(id));
+  auto mapped = MapShown(*pool, place->slab), twice = MapShown(*pool, place->slab);
+  EXPECT_TRUE(IsFilledWith(mapped->data() + place->offset, kMiB, 7));
+  EXPECT_FALSE(Region::Map(pool->ShowSlab(place->slab).value(), pool->slab_bytes(), /*writable=*/true).ok());
+  EXPECT_EQ(pool->shown_slabs(), 1u);
+  // Free for its tenant alone, and used until then.
+  pool->Free(id);
+  pool->CheckInvariants();
+  EXPECT_EQ(pool->used_bytes(), kMiB + pool->slab_bytes());
+  EXPECT_FALSE(pool->CanAllocate(2, 2 * kMiB, 1));
+  EXPECT_FALSE(pool->Allocate(2, 2 * kMiB).ok());
+  const PageId again = pool->Allocate(1, kMiB).value();
+  EXPECT_EQ(pool->Showable(again)->slab, place->slab);
+  pool->Free(again);
+  mapped.reset();
+  EXPECT_FALSE(pool->Allocate(2, 2 * kMiB).ok());
+  twice.reset();
+  // Allocate looks.
+  const PageId taken = pool->Allocate(2, 2 * kMiB).value();
+  EXPECT_TRUE(IsFilledWith(pool->Data(taken), 2 * kMiB, 0));
+  EXPECT_EQ(pool->shown_slabs(), 0u);
+  EXPECT_EQ(pool->used_bytes(), 3 * kMiB);
+  pool->Free(taken);
+  pool->Free(other);
+  pool->CheckInvariants();
+  EXPECT_EQ(pool->free_slabs(), 2u);
+}
+
+TEST(PagePool, ASlabWithBytesOfAnotherTenantIsNotShown) {
+  const auto pool = MakePool(2 * kMiB);
+  const PageId first = pool->Allocate(1, kMiB).value();
+  std::memset(pool->Data(first), 7, kMiB);
+  pool->Free(first);
+  const PageId second = pool->Allocate(2, 4096).value();  // its slot was cleaned, the others are not
+  EXPECT_FALSE(pool->Showable(second).has_value());
+  EXPECT_EQ(pool->ShowSlab(0).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(pool->ShowSlab(1).status().code(), absl::StatusCode::kFailedPrecondition);
+  // Nor is one that is cut.
+  const auto cut = MakePool(64 * kMiB);
+  EXPECT_FALSE(cut->Showable(cut->Allocate(1, 4096).value()).has_value());
+}
+
+TEST(PagePool, ShownSlabsOfOneAreHalfOfThePoolWhileOthersHaveSome) {
+  const auto pool = MakePool(8 * kMiB);
+  std::vector<PageId> ids;
+  for (int i = 0; i < 3; ++i) ids.push_back(pool->Allocate(1, 2 * kMiB).value());
+  std::vector<std::unique_ptr<Region>> mapped;
+  for (int i = 0; i < 2; ++i) mapped.push_back(MapShown(*pool, pool->Showable(ids[i])->slab));
+  const PageId other = pool->Allocate(2, 4096).value();
+  const auto refused = pool->ShowSlab(pool->Showable(ids[2])->slab);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
+  // Those that are shown already are shown again.
+  mapped.push_back(MapShown(*pool, pool->Showable(ids[1])->slab));
+  pool->Free(other);
+  mapped.push_back(MapShown(*pool, pool->Showable(ids[2])->slab));
+}
+
+TEST(PagePool, ALaterDaemonLeavesWhatIsStillMappedToItsTenant) {
+  PagePool::Options options;
+  options.pool_bytes = 6 * kMiB;
+  options.slab_bytes = 2 * kMiB;
+  options.keep = true;
+  auto pool = PagePool::Create(options).value();
+  const PageId kept = pool->Allocate(1, kMiB).value(), gone = pool->Allocate(1, 2 * kMiB).value();
+  const uint32_t kept_slab = pool->Showable(kept)->slab, gone_slab = pool->Showable(gone)->slab;
+  auto of_kept = MapShown(*pool, kept_slab), of_gone = MapShown(*pool, gone_slab);
+  const SlabAllocator::SlotPlace place = pool->SlotPlaceOf(kept);
+  for (const auto& region : pool->regions()) options.kept.push_back(dup(region->keeper_fd()));
+  pool.reset();
+  pool = PagePool::Create(options).value();
+  ASSERT_TRUE(pool->Restore({{{1, place}}})[0].valid());
+  pool->CheckInvariants();
+  EXPECT_EQ(pool->shown_slabs(), 2u);
+  // One slab is free; nobody gets the one of which nothing was restored, and only its tenant the other.
+  EXPECT_TRUE(pool->CanAllocate(2, 2 * kMiB, 1));
+  EXPECT_FALSE(pool->CanAllocate(2, 2 * kMiB, 2));
+  EXPECT_FALSE(pool->CanAllocate(1, 2 * kMiB, 2));
+  of_kept.reset();
+  of_gone.reset();
+  pool->TakeBack();
+  pool->CheckInvariants();
+  EXPECT_EQ(pool->shown_slabs(), 0u);
+  EXPECT_TRUE(pool->CanAllocate(2, 2 * kMiB, 2));
+}
+
+// Tenants allocate, free, map and unmap at random: through its mappings none ever sees a byte of another.
+TEST(PagePool, AMappingNeverShowsAByteOfAnotherTenant) {
+  std::mt19937 random(11);
+  for (int round = 0; round < 20; ++round) {
+    const auto pool = MakePool((round % 2 == 0 ? 12 : 36) * kMiB);  // with small slabs from 32 MiB on
+    struct Held {
+      PageId id;
+      TenantId tenant;
+    };
+    struct Mapped {
+      std::unique_ptr<Region> memory;
+      TenantId tenant;
+    };
+    std::vector<Held> held;
+    std::vector<Mapped> mapped;
+    for (int step = 0; step < 300; ++step) {
+      const TenantId tenant = 1 + random() % 3;
+      switch (random() % 6) {
+        case 0:
+        case 1: {
+          const size_t bytes = 64 * 1024 << random() % 5;
+          const auto id = pool->Allocate(tenant, bytes);
+          if (!id.ok()) break;
+          EXPECT_TRUE(IsFilledWith(pool->Data(*id), bytes, 0) || pool->Data(*id)[0] == tenant);
+          std::memset(pool->Data(*id), static_cast<int>(tenant), bytes);
+          held.push_back({*id, tenant});
+          break;
+        }
+        case 2:
+          if (held.empty()) break;
+          std::swap(held[random() % held.size()], held.back());
+          pool->Free(held.back().id);
+          held.pop_back();
+          break;
+        case 3: {
+          if (held.empty()) break;
+          const Held& of = held[random() % held.size()];
+          const auto place = pool->Showable(of.id);
+          if (!place.has_value()) break;
+          const auto fd = pool->ShowSlab(place->slab);
+          if (!fd.ok()) break;  // half of the pool
+          mapped.push_back({Region::Map(*fd, pool->slab_bytes(), /*writable=*/false).value(), of.tenant});
+          break;
+        }
+        case 4:
+          if (mapped.empty()) break;
+          std::swap(mapped[random() % mapped.size()], mapped.back());
+          mapped.pop_back();
+          break;
+        default:
+          pool->TakeBack();
+      }
+      if (step % 20 != 0) continue;
+      pool->CheckInvariants();
+      for (const Mapped& each : mapped) {
+        for (size_t at = 0; at < each.memory->bytes(); at += 512) {
+          const uint8_t byte = each.memory->data()[at];
+          ASSERT_TRUE(byte == 0 || byte == each.tenant) << round << " " << step;
+        }
+      }
+    }
+    mapped.clear();
+    for (const Held& each : held) pool->Free(each.id);
+    pool->TakeBack();
+    pool->CheckInvariants();
+    EXPECT_EQ(pool->used_bytes(), 0u);
+    EXPECT_EQ(pool->free_slabs(), pool->slabs());
+  }
 }
 
 // What CanAllocate says of reclaimable slots against what happens when they are freed.

@@ -39,6 +39,7 @@ class PoolShares {
     uint64_t most_bytes = UINT64_MAX;
     uint64_t charge = 0;
     std::array<uint32_t, kSizes> reclaimable{};  // areas, not bound, of which every slot in use is reclaimable
+    uint32_t bound = 0;                          // slabs, withdrawn ones not
     int64_t excess() const { return static_cast<int64_t>(charge) - static_cast<int64_t>(guaranteed_bytes); }
   };
 

@@ -203,6 +203,25 @@ absl::StatusOr<std::unique_ptr<Region>> Region::MapAll(int fd, size_t bytes, boo
   return region;
 }
 
+absl::StatusOr<int> Region::OpenForReading() const {
+  const int fd = open(absl::StrCat("/proc/self/fd/", fd_).c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return SystemError("opening /proc/self/fd", errno);
+  return fd;
+}
+
+bool Region::HasReaders() const {
+  // The lease counts files that were opened. A memfd itself was not; fd_ of kKept was, and must take the lease itself.
+  int fd = fd_;
+  if (keeper_fd_ < 0) {
+    fd = open(absl::StrCat("/proc/self/fd/", fd_).c_str(), O_RDWR | O_CLOEXEC);
+    if (fd < 0) return true;
+  }
+  const bool alone = fcntl(fd, F_SETLEASE, F_WRLCK) == 0;
+  if (alone) fcntl(fd, F_SETLEASE, F_UNLCK);
+  if (fd != fd_) close(fd);
+  return !alone;
+}
+
 Region::~Region() {
   if (data_ != nullptr) munmap(data_, bytes_);
   for (const int fd : {fd_, keeper_fd_}) {

@@ -57,6 +57,13 @@ class Region {
   size_t bytes() const { return bytes_; }
   int fd() const { return fd_; }  // stays the region's; a receiver gets a duplicate; -1 if it was not kept
   int keeper_fd() const { return keeper_fd_; }  // of kKept, likewise; else -1
+
+  /// A descriptor for another process to read by, the caller's; not of kWritable. Errors: UNAVAILABLE.
+  absl::StatusOr<int> OpenForReading() const;
+  /// Whether a process, this one included, has a descriptor of OpenForReading or memory that it mapped by one. The
+  /// kernel says so (a file with other readers takes no write lease); true also where it does not know. Takes some
+  /// microseconds.
+  bool HasReaders() const;
   HugePages huge_pages() const { return huge_pages_; }
 
  private:

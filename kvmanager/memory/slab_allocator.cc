@@ -76,7 +76,7 @@ void SlabAllocator::Count(const Spot& spot, bool add) {
   };
   count(bucket.free_slots, slots);
   if (area.all_reclaimable()) {
-    if (!slab.bound) count(area.account->reclaimable[SizeAt(spot)], 1);
+    count(slab.bound ? bound_reclaimable_[area.tenant] : area.account->reclaimable[SizeAt(spot)], 1);
   } else {
     count(bucket.lasting_slots, slots + area.reclaimable);
     count(bucket.lasting_bytes, area_bytes(SizeAt(spot)));
@@ -303,12 +303,28 @@ void SlabAllocator::GiveBack(const Spot& spot) {
 void SlabAllocator::Bind(uint32_t slab) {
   KV_CHECK(slab < slabs_.size() && !slabs_[slab].withdrawn && slabs_[slab].cut == nullptr);
   KV_CHECK(slabs_[slab].area.in_use || slabs_[slab].bound);
-  KV_CHECK(!clean_slots_);
   if (slabs_[slab].bound) return;
   Count({slab, 0, 0}, false);
   slabs_[slab].bound = true;
-  ++bound_slabs_;
+  ++slabs_[slab].area.account->bound;
   Count({slab, 0, 0}, true);
+}
+
+void SlabAllocator::Unbind(uint32_t slab) {
+  KV_CHECK(slab < slabs_.size() && slabs_[slab].bound && !slabs_[slab].withdrawn);
+  Area& area = slabs_[slab].area;
+  --area.account->bound;
+  if (area.in_use) {
+    Count({slab, 0, 0}, false);
+    slabs_[slab].bound = false;
+    return Count({slab, 0, 0}, true);
+  }
+  TakeKept(slab);
+  --kept_slabs_;
+  slabs_[slab].bound = false;
+  shares_.Remove(area.account, slab_bytes_);
+  area.account = nullptr;
+  free_slabs_.push_back(slab);
 }
 
 void SlabAllocator::TakeKept(uint32_t slab) {
@@ -324,14 +340,23 @@ void SlabAllocator::Withdraw(uint32_t slab) {
   KV_CHECK(slab < slabs_.size() && slabs_[slab].bound && !slabs_[slab].area.in_use && !slabs_[slab].withdrawn);
   TakeKept(slab);
   slabs_[slab].withdrawn = true;
+  --slabs_[slab].area.account->bound;
   shares_.Remove(slabs_[slab].area.account, slab_bytes_);
   slabs_[slab].area.account = nullptr;
 }
 
+void SlabAllocator::Withhold(uint32_t slab) {
+  const auto free = std::find(free_slabs_.begin(), free_slabs_.end(), slab);
+  KV_CHECK(free != free_slabs_.end());
+  free_slabs_.erase(free);
+  slabs_[slab].bound = slabs_[slab].withdrawn = slabs_[slab].withheld = true;
+  ++kept_slabs_;
+}
+
 void SlabAllocator::Restore(uint32_t slab) {
   KV_CHECK(slab < slabs_.size() && slabs_[slab].withdrawn);
-  slabs_[slab].withdrawn = slabs_[slab].bound = slabs_[slab].area.written = false;
-  --bound_slabs_;
+  if (!slabs_[slab].withheld) slabs_[slab].area.written = false;
+  slabs_[slab].withdrawn = slabs_[slab].bound = slabs_[slab].withheld = false;
   --kept_slabs_;
   free_slabs_.push_back(slab);
 }
@@ -386,7 +411,8 @@ bool SlabAllocator::IsCurrent(PageId id) const {
 }
 
 void SlabAllocator::CheckInvariants() const {
-  uint64_t used_bytes = 0, kept_slabs = 0, bound_slabs = 0;
+  uint64_t used_bytes = 0, kept_slabs = 0;
+  absl::flat_hash_map<TenantId, uint32_t> bound_reclaimable;
   std::array<uint64_t, kSizes> free_small{};
   absl::flat_hash_map<BucketKey, Bucket> buckets;
   absl::flat_hash_map<const Account*, Account> accounts;
@@ -438,12 +464,16 @@ void SlabAllocator::CheckInvariants() const {
       sums.lasting_bytes += bytes;
     } else if (!slabs_[spot.slab].bound) {
       ++accounts[area.account].reclaimable[SizeAt(spot)];
+    } else {
+      ++bound_reclaimable[area.tenant];
     }
   };
   for (uint32_t index = 0; index < slabs_.size(); ++index) {
     const Slab& slab = slabs_[index];
     KV_CHECK(InUse(index) + listed_free[index] + listed_kept[index] + slab.withdrawn == 1);
-    bound_slabs += slab.bound;
+    KV_CHECK(!slab.withdrawn || slab.bound);
+    KV_CHECK(!slab.withheld || slab.withdrawn);
+    if (slab.bound && !slab.withdrawn) ++accounts[slab.area.account].bound;
     kept_slabs += slab.bound && !slab.area.in_use;
     check_area({index, 0, 0}, slab.area);
     KV_CHECK(cut_slabs_.contains(index) == (slab.cut != nullptr));
@@ -465,7 +495,9 @@ void SlabAllocator::CheckInvariants() const {
     KV_CHECK(cut_free_[cut.size].contains(index) == !cut.free.empty());
     free_small[cut.size] += cut.free.size();
   }
-  KV_CHECK(used_bytes == used_bytes_ && kept_slabs == kept_slabs_ && bound_slabs == bound_slabs_);
+  KV_CHECK(used_bytes == used_bytes_ && kept_slabs == kept_slabs_);
+  for (const auto& [tenant, count] : bound_reclaimable_) KV_CHECK(bound_reclaimable[tenant] == count);
+  KV_CHECK(bound_reclaimable.size() == bound_reclaimable_.size());
   KV_CHECK(free_small == free_small_ && buckets.size() == buckets_.size());
   for (const auto& [key, bucket] : buckets_) {
     const Bucket& sums = buckets[key];
@@ -473,7 +505,8 @@ void SlabAllocator::CheckInvariants() const {
     KV_CHECK(sums.lasting_slots == bucket.lasting_slots && sums.lasting_bytes == bucket.lasting_bytes);
   }
   for (const auto& [payer, account] : shares_.accounts()) {
-    KV_CHECK(account.charge == accounts[&account].charge && account.reclaimable == accounts[&account].reclaimable);
+    const Account& sums = accounts[&account];
+    KV_CHECK(account.charge == sums.charge && account.reclaimable == sums.reclaimable && account.bound == sums.bound);
   }
   shares_.CheckInvariants();
 }

@@ -96,17 +96,34 @@ class SlabAllocator {
     return slabs_[slab].area.in_use && slabs_[slab].area.tenant == tenant;
   }
 
+  /// Whether others may be shown all of a slab's bytes as its tenant's: it is in use, not cut, and clean.
+  bool IsShowable(uint32_t slab) const { return slabs_[slab].area.in_use && slabs_[slab].area.unclean.empty(); }
+  /// The payer of a slab that is in use and not cut, or bound.
+  const PoolShares::Account& AccountOfSlab(uint32_t slab) const { return *slabs_[slab].area.account; }
+  bool IsBound(uint32_t slab) const { return slabs_[slab].bound; }
+  bool IsBindable(uint32_t slab) const { return slabs_[slab].area.in_use; }
+  bool IsWithdrawn(uint32_t slab) const { return slabs_[slab].withdrawn; }
   /// Binds a slab that is in use and not cut, or bound already, to its tenant.
   void Bind(uint32_t slab);
+  /// A bound slab that is not withdrawn, in use or free, is as if it never was bound: its bytes are its tenant's still.
+  void Unbind(uint32_t slab);
   /// Takes a bound slab that is free away from its tenant; nobody can use it.
   void Withdraw(uint32_t slab);
-  /// Gives a withdrawn slab, whose bytes are nobody's now, to whoever asks.
+  /// The same of a slab that is free and not bound.
+  void Withhold(uint32_t slab);
+  /// Gives a withdrawn slab, whose bytes are nobody's now, to whoever asks; of one that was withheld they are as
+  /// before.
   void Restore(uint32_t slab);
 
   /// Who pays for a tenant, before its first slot. A tenant of whom nothing was said pays for itself: its number is its
   /// payer's.
   void SetPayer(TenantId tenant, PayerId payer) { payers_[tenant] = payer; }
-  void ForgetTenant(TenantId tenant) { payers_.erase(tenant); }
+  void ForgetTenant(TenantId tenant) {
+    payers_.erase(tenant);
+    if (const auto bound = bound_reclaimable_.find(tenant); bound != bound_reclaimable_.end() && bound->second == 0) {
+      bound_reclaimable_.erase(bound);
+    }
+  }
   PoolShares& shares() { return shares_; }
   const PoolShares& shares() const { return shares_; }
 
@@ -163,6 +180,7 @@ class SlabAllocator {
     Area area;  // the whole, while not cut
     bool bound = false;
     bool withdrawn = false;
+    bool withheld = false;
     std::unique_ptr<Cut> cut;
   };
   /// Where a slot is.
@@ -221,13 +239,13 @@ class SlabAllocator {
   size_t sizes_ = 1;  // of areas in use here
   uint64_t used_bytes_ = 0;
   uint64_t kept_slabs_ = 0;
-  uint64_t bound_slabs_ = 0;
   std::vector<Slab> slabs_;
   std::vector<uint32_t> free_slabs_;  // a stack
   std::set<uint32_t> cut_slabs_;
   std::array<std::set<uint32_t>, kSizes> cut_free_;                 // slabs that are cut, with a free small slab
   std::array<uint64_t, kSizes> free_small_{};                       // small slabs, by size
   absl::flat_hash_map<TenantId, std::vector<uint32_t>> kept_free_;  // bound, not withdrawn; stacks, none empty
+  absl::flat_hash_map<TenantId, uint32_t> bound_reclaimable_;       // bound slabs that are reclaimable as a whole
   Buckets buckets_;
   absl::flat_hash_map<TenantId, PayerId> payers_;
   PoolShares shares_;

@@ -104,10 +104,8 @@ SlabForecast::Room SlabForecast::RoomReclaimed(TenantId tenant, const Account& a
                                                absl::Span<const SlotsWanted> wanted) const {
   Room room;
   if (const auto kept = of_.kept_free_.find(tenant); kept != of_.kept_free_.end()) room.kept = kept->second.size();
-  if (of_.bound_slabs_ > 0) {
-    for (const SlabAllocator::Slab& slab : of_.slabs_) {
-      room.kept += slab.bound && slab.area.in_use && slab.area.tenant == tenant && slab.area.all_reclaimable();
-    }
+  if (const auto bound = of_.bound_reclaimable_.find(tenant); bound != of_.bound_reclaimable_.end()) {
+    room.kept += bound->second;
   }
   room.slabs = of_.free_slabs_.size() + account.reclaimable[0];
   bool small = false;

@@ -39,6 +39,15 @@ class SlotPool {
   /// Where the slot's bytes are, in this process; aborts on a stale id.
   virtual uint8_t* Data(PageId id) const = 0;
 
+  /// Where a slot is in memory that other processes may map: its slab, and the offset from the slab's first byte.
+  struct SlabPlace {
+    uint32_t slab = 0;
+    uint64_t offset = 0;
+  };
+  /// PagePool's; nothing and UNIMPLEMENTED of other pools.
+  virtual std::optional<SlabPlace> Showable(PageId) const { return std::nullopt; }
+  virtual absl::StatusOr<int> ShowSlab(uint32_t) { return absl::UnimplementedError("this memory is not shown"); }
+
   /// Would Allocate succeed for all of `wanted`, one behind the other in this order? With `reclaim`: after every
   /// reclaimable slot was freed that the tenant may take (SlabForecast says which).
   bool CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim = false) const {

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/rpc/block_lease.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/load_blocks.h"
 #include "kvmanager/rpc/serve.h"
@@ -25,7 +26,8 @@ uint64_t Aligned(uint64_t bytes) {
 }
 
 // The range that a request names, which must be in an arena; with any size.
-absl::StatusOr<StepTensor> CheckRange(const Session& session, api::Tensor::Reader in) {
+absl::StatusOr<StepTensor> CheckRange(const Session& session, api::Tensor::Reader in, bool mapped = false) {
+  if (mapped && in.which() == api::Tensor::NONE) return StepTensor();
   if (in.which() != api::Tensor::ARENA) {
     return InvalidField("pages", in.which() == api::Tensor::NONE ? "none" : "inline", "a range of a host arena");
   }
@@ -46,27 +48,30 @@ class BlockCalls::Copying {
   explicit Copying(std::shared_ptr<Region> arena) : arena_(std::move(arena)) {}
   virtual ~Copying() = default;
 
-  size_t pages() const { return offsets_.size(); }
+  size_t pages() const { return offsets_.size(); }  // to be copied
   uint64_t bytes() const { return bytes_; }
   /// Of the range, as offsets of Place from `range` on.
   void SetRange(uint8_t* range) { range_ = range; }
   /// Copies the next page. False: none is left, or one was found wrong.
   bool CopyNext() {
-    const size_t page = next_.fetch_add(1, std::memory_order_relaxed);
-    if (page >= pages() || page > wrong_.load(std::memory_order_relaxed)) return false;
-    if (!Copy(page, range_ + offsets_[page])) Shrink(&wrong_, page);
+    const size_t next = next_.fetch_add(1, std::memory_order_relaxed);
+    if (next >= pages()) return false;
+    const auto [page, offset] = offsets_[next];
+    if (page > wrong_.load(std::memory_order_relaxed)) return false;
+    if (!Copy(page, range_ + offset)) Shrink(&wrong_, page);
     return true;
   }
 
  protected:
   /// Any thread. False: the page is wrong.
   virtual bool Copy(size_t page, uint8_t* in_arena) = 0;
-  /// Pages in their order; those without data take room in the range and are not copied.
+  /// Pages in their order; those without data take room in the range and are not copied, those with a place neither.
   void Place(absl::Span<const StoredPage> pages) {
     offsets_.reserve(pages.size());
-    for (const StoredPage& page : pages) {
-      offsets_.push_back(bytes_);
-      bytes_ += Aligned(page.bytes);
+    for (size_t page = 0; page < pages.size(); ++page) {
+      if (pages[page].place.has_value()) continue;
+      offsets_.push_back({page, bytes_});
+      bytes_ += Aligned(pages[page].bytes);
     }
   }
   /// The first page that was found wrong; kNone.
@@ -75,7 +80,11 @@ class BlockCalls::Copying {
  private:
   const std::shared_ptr<Region> arena_;
   uint8_t* range_ = nullptr;
-  std::vector<uint64_t> offsets_;  // [pages]
+  struct Offset {
+    size_t page = 0;
+    uint64_t in_range = 0;
+  };
+  std::vector<Offset> offsets_;  // [pages()]
   uint64_t bytes_ = 0;
   std::atomic<size_t> next_{0}, wrong_{kNone};
 };
@@ -87,20 +96,35 @@ class BlockCalls::Reading final : public Copying {
     Place(reads_->pages());
   }
 
-  void WriteReply(api::BlocksReply::Builder reply) {
+  /// The pages are held from now on by what this returns, if some lie where a process may map them.
+  std::unique_ptr<BlockReads> WriteReply(api::BlocksReply::Builder reply, bool mapped) {
     const size_t layers = reads_->blocks() == 0 ? 1 : reads_->pages().size() / reads_->blocks();
     const bool corrupt = wrong() != kNone;
     const size_t blocks = corrupt ? wrong() / layers : reads_->blocks();
     reads_->NoteVerified(blocks, corrupt);
     uint64_t bytes = 0;
     auto raw = reply.initRaw(static_cast<uint32_t>(blocks * layers));
-    for (size_t i = 0; i < blocks * layers; ++i) {
-      raw[i] = reads_->pages()[i].raw;
-      bytes += Aligned(reads_->pages()[i].bytes);
+    bool lies = false;
+    const auto pages = reads_->pages().subspan(0, blocks * layers);
+    auto places = mapped ? reply.initPlaces(static_cast<uint32_t>(pages.size() * 16)) : nullptr;
+    auto checksums = mapped ? reply.initChecksums(static_cast<uint32_t>(pages.size() * 8)) : nullptr;
+    for (size_t i = 0; i < pages.size(); ++i) {
+      raw[i] = pages[i].raw;
+      const bool has_place = pages[i].place.has_value();
+      lies |= has_place;
+      if (mapped) {
+        const uint64_t place[] = {has_place ? pages[i].place->slab : UINT64_MAX,
+                                  has_place ? pages[i].place->offset : bytes};
+        const uint64_t checksum = reads_->checksum(i);
+        std::memcpy(places.begin() + i * sizeof(place), place, sizeof(place));
+        std::memcpy(checksums.begin() + i * sizeof(checksum), &checksum, sizeof(checksum));
+      }
+      if (!has_place) bytes += Aligned(pages[i].bytes);
     }
     reply.setBlocks(static_cast<uint32_t>(blocks));
     reply.setBytes(bytes);
     reply.setReason(corrupt ? api::MissReason::CHECKSUM : static_cast<api::MissReason>(reads_->reason()));
+    return lies ? std::move(reads_) : nullptr;
   }
 
  private:
@@ -110,7 +134,7 @@ class BlockCalls::Reading final : public Copying {
     return reads_->Verify(page);
   }
 
-  const std::unique_ptr<BlockReads> reads_;
+  std::unique_ptr<BlockReads> reads_;
 };
 
 class BlockCalls::Writing final : public Copying {
@@ -118,8 +142,8 @@ class BlockCalls::Writing final : public Copying {
   Writing(std::shared_ptr<Region> arena, std::unique_ptr<BlockWrites> writes)
       : Copying(std::move(arena)), writes_(std::move(writes)) {
     Place(writes_->pages());
-    checksums_.resize(pages());
-    errors_.resize(pages());
+    checksums_.resize(writes_->pages().size());
+    errors_.resize(writes_->pages().size());
   }
 
   absl::Status WriteReply(api::BlocksReply::Builder reply) {
@@ -173,7 +197,15 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::Read(const std::shared_ptr<Session
                                                    ReadBlocksContext& context) const {
   KV_RETURN_IF_ERROR(CheckAccepting());
   const auto request = context.getParams().getRequest();
-  KV_RETURN_IF_ERROR(CheckRange(*session, request.getPages()).status());
+  KV_RETURN_IF_ERROR(CheckRange(*session, request.getPages(), request.getMapped()).status());
+  if (request.getMapped()) {
+    if (!parts_.maps || !session->proof().unix_socket) {
+      return absl::FailedPreconditionError(
+          "mapped: this daemon lets clients on Unix sockets alone map its memory, and "
+          "only with --map-blocks; read without it");
+    }
+    KV_RETURN_IF_ERROR(session->CheckRoomForLease());
+  }
   if (request.hasRaw()) return InvalidField("raw", absl::StrCat(request.getRaw().size(), " bytes long"), "empty");
   KV_ASSIGN_OR_RETURN(std::vector<BlockName> names, ReadBlockNames("names", request.getNames(), kTransferPagesMax));
   std::shared_ptr<DiskLoad> load = parts_.store->long_calls().BeginLoad(bound.cache.id, names, request.getFirstBlock());
@@ -192,19 +224,28 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<S
                                                          WorkerPool::Owner owner, const std::vector<BlockName>& names,
                                                          ReadBlocksContext& context) const {
   const auto request = context.getParams().getRequest();
-  KV_ASSIGN_OR_RETURN(const StepTensor range, CheckRange(*session, request.getPages()));
-  KV_ASSIGN_OR_RETURN(auto reads, parts_.store->caches().ReadBlocks(cache, request.getFirstBlock(), names,
-                                                                    range.bytes.size(), limits::kTensorAlign));
+  const bool mapped = request.getMapped();
+  KV_ASSIGN_OR_RETURN(const StepTensor range, CheckRange(*session, request.getPages(), mapped));
+  KV_ASSIGN_OR_RETURN(auto reads,
+                      parts_.store->caches().ReadBlocks(cache, request.getFirstBlock(), names,
+                                                        {range.bytes.size(), limits::kTensorAlign, mapped}));
   auto reading = std::make_shared<Reading>(session->FindArena(range.arena), std::move(reads));
   reading->SetRange(range.bytes.data());
   context.releaseParams();
   const int64_t start_ns = parts_.clock->NowNs();
-  return Run(reading, owner).then([this, reading, session, context, start_ns]() mutable {
+  auto answer = [this, reading, session, context, owner, mapped, start_ns]() mutable {
     auto reply = context.getResults().initReply();
-    reading->WriteReply(reply);
+    if (auto held = reading->WriteReply(reply, mapped)) {
+      reply.setLease(kj::heap<BlockLeaseService>(session, parts_.workers, parts_.queue, owner, std::move(held)));
+    }
     parts_.metrics->read_seconds.Observe(double(parts_.clock->NowNs() - start_ns) * 1e-9);
     parts_.metrics->read_bytes.Increment(double(reply.getBytes()));
-  });
+  };
+  if (reading->pages() == 0) {
+    answer();
+    return Done();
+  }
+  return Run(reading, owner).then(std::move(answer));
 }
 
 absl::StatusOr<kj::Promise<void>> BlockCalls::Write(const std::shared_ptr<Session>& session, const BoundCache& bound,

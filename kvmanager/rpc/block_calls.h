@@ -1,5 +1,5 @@
-// Runs Cache.readBlocks and Cache.writeBlocks: whole blocks between pages in host memory and an arena of the client.
-// Blocks that only the disk has come into memory first.
+// Runs Cache.readBlocks and Cache.writeBlocks: whole blocks between pages in host memory and an arena of the client, or
+// read by the client itself where they lie (block_lease.h). Blocks that only the disk has come into memory first.
 //
 // Workers copy, and check what they copied, a page at a time and in turns (worker_pool.h). A call object owns the lease
 // on the pages and the arena until they are done, so that cancelling the call, or losing the client, is safe at any
@@ -37,13 +37,17 @@ class BlockCalls {
     const DrainSwitch* drain = nullptr;
     BlockCallMetrics* metrics = nullptr;
     TakingTurns* turns = nullptr;
+    bool maps = false;  // clients on Unix sockets may map slabs
   };
 
   explicit BlockCalls(const Parts& parts) : parts_(parts) {}
   BlockCalls(const BlockCalls&) = delete;
   BlockCalls& operator=(const BlockCalls&) = delete;
 
-  /// Errors: UNAVAILABLE (the daemon drains), CheckTensor's, CacheDirectory::ReadBlocks's and WriteBlocks's.
+  bool maps() const { return parts_.maps; }
+
+  /// Errors: UNAVAILABLE (the daemon drains), FAILED_PRECONDITION (mapped: not here), CheckTensor's,
+  /// CacheDirectory::ReadBlocks's and WriteBlocks's.
   absl::StatusOr<kj::Promise<void>> Read(const std::shared_ptr<Session>& session, const BoundCache& bound,
                                          ReadBlocksContext& context) const;
   absl::StatusOr<kj::Promise<void>> Write(const std::shared_ptr<Session>& session, const BoundCache& bound,

@@ -5,8 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
+#include "kvmanager/base/checksum.h"
 #include "kvmanager/rpc/calls_testing.h"
+#include "kvmanager/rpc/limits.h"
 
 namespace kvmanager {
 namespace {
@@ -82,6 +85,42 @@ class BlockCallsTest : public testing::CallsTest {
     change(request);
     return Send<api::Cache::ReadBlocksResults>(kj::mv(sent));
   }
+  absl::StatusCode Release(api::BlocksLease::Client& lease, uint32_t corrupt = UINT32_MAX) {
+    auto request = lease.releaseRequest();
+    request.setCorruptBlock(corrupt);
+    return StatusOf(request.send());
+  }
+  absl::StatusCode MapStatus(api::BlocksLease::Client& lease, uint32_t slab) {
+    auto request = lease.mapSlabRequest();
+    request.setSlab(slab);
+    return StatusOf(request.send());
+  }
+  std::unique_ptr<Region> Map(api::BlocksLease::Client& lease, uint32_t slab) {
+    auto request = lease.mapSlabRequest();
+    request.setSlab(slab);
+    std::unique_ptr<Region> region;
+    auto waiting = request.send()
+                       .then([&](auto response) {
+                         EXPECT_EQ(response.getBytes(), test().pool->slab_bytes());
+                         auto slab = response.getSlab();
+                         return slab.getFd().attach(kj::mv(response));
+                       })
+                       .then([&](kj::Maybe<int> fd) {
+                         auto mapped = Region::Map(dup(KJ_ASSERT_NONNULL(fd)), test().pool->slab_bytes(), false);
+                         EXPECT_TRUE(mapped.ok()) << mapped.status();
+                         region = *std::move(mapped);
+                       })
+                       .eagerlyEvaluate(nullptr);
+    loop_.Run([&] { return region != nullptr; });
+    return region;
+  }
+  template <typename Promise>
+  absl::StatusCode StatusOf(Promise promise) {
+    std::optional<int> code;
+    auto waiting = promise.then([&](auto response) { code = response.getStatus().getCode(); }).eagerlyEvaluate(nullptr);
+    loop_.Run([&] { return code.has_value(); });
+    return static_cast<absl::StatusCode>(*code);
+  }
   void Wipe() { std::memset(ArenaAt(0), 0xee, kBlocks * block_bytes_); }
   void Store(const Text& text, uint32_t blocks) {
     for (uint32_t i = 0; i < blocks; ++i) Put(text, i, i);
@@ -95,7 +134,7 @@ class BlockCallsTest : public testing::CallsTest {
   uint32_t arena_ = 0;
   BlockCallMetrics call_metrics_{&metrics_};
   TakingTurns turns_{&queue_};
-  const BlockCalls calls_{{&store(), &*workers_, &queue_, &clock_, &drain_, &call_metrics_, &turns_}};
+  const BlockCalls calls_{{&store(), &*workers_, &queue_, &clock_, &drain_, &call_metrics_, &turns_, /*maps=*/true}};
 };
 
 TEST_F(BlockCallsTest, WhatIsWrittenIsRead) {
@@ -157,7 +196,7 @@ TEST_F(BlockCallsTest, AChecksumThatIsWrongEndsTheReadBeforeItsBlock) {
   const Text text = MakeText(4 * kPage);
   Store(text, 4);
   {
-    auto reads = store().caches().ReadBlocks(cache(), 0, Names(cache(), text, 4), UINT64_MAX, 64);
+    auto reads = store().caches().ReadBlocks(cache(), 0, Names(cache(), text, 4), {UINT64_MAX, 64});
     (*reads)->pages()[2 * config_.layers].data[9] ^= 1;
   }
   auto call = Read(text, 0, 4);
@@ -166,6 +205,143 @@ TEST_F(BlockCallsTest, AChecksumThatIsWrongEndsTheReadBeforeItsBlock) {
   EXPECT_EQ(call->reply().getReason(), api::MissReason::CHECKSUM);
   EXPECT_EQ(call->reply().getBytes(), 2 * block_bytes_);
   EXPECT_EQ(store().caches().Match(cache(), Names(cache(), text, 4))->hit_blocks, 2);
+}
+
+// A page of a reply of a mapped read.
+struct Placed {
+  uint64_t slab, offset, checksum;
+};
+Placed PlacedAt(api::BlocksReply::Reader reply, size_t page) {
+  Placed placed;
+  std::memcpy(&placed.slab, reply.getPlaces().begin() + page * 16, 8);
+  std::memcpy(&placed.offset, reply.getPlaces().begin() + page * 16 + 8, 8);
+  std::memcpy(&placed.checksum, reply.getChecksums().begin() + page * 8, 8);
+  return placed;
+}
+
+void AskForMapping(api::BlocksRequest::Builder request) {
+  request.setMapped(true);
+  request.initPages();  // none
+}
+
+TEST_F(BlockCallsTest, MappedPagesStayWhereTheyLieAndAreReadThere) {
+  Open();
+  const Text text = MakeText(8 * kPage);
+  Store(text, 6);
+  Wipe();
+  auto call = Read(text, 1, 7, AskForMapping);
+  ASSERT_TRUE(call->ended());  // no worker was asked
+  const auto reply = call->reply();
+  EXPECT_EQ(reply.getBlocks(), 5u);
+  EXPECT_EQ(reply.getReason(), api::MissReason::NOT_FOUND);
+  EXPECT_EQ(reply.getBytes(), 0u);
+  EXPECT_EQ(*ArenaAt(0), 0xee);
+  ASSERT_EQ(reply.getRaw().size(), 5u * config_.layers);
+  ASSERT_EQ(reply.getPlaces().size(), 16u * 5 * config_.layers);
+  ASSERT_EQ(reply.getChecksums().size(), 8u * 5 * config_.layers);
+  auto lease = reply.getLease();
+  std::map<uint64_t, std::unique_ptr<Region>> slabs;
+  for (size_t i = 0; i < 5u * config_.layers; ++i) {
+    const Placed at = PlacedAt(reply, i);
+    ASSERT_LT(at.slab, test().pool->slabs());
+    if (slabs[at.slab] == nullptr) slabs[at.slab] = Map(lease, static_cast<uint32_t>(at.slab));
+    const Bytes want = MakeRawPage(config_.layout, text, 1 + static_cast<uint32_t>(i) / config_.layers, kPage,
+                                   static_cast<int>(i) % config_.layers);
+    ASSERT_LE(at.offset + want.size(), slabs[at.slab]->bytes());
+    EXPECT_TRUE(std::equal(want.begin(), want.end(), slabs[at.slab]->data() + at.offset)) << i;
+    EXPECT_EQ(at.checksum, Checksum(want.data(), want.size()));
+  }
+  // They are held until they are released, and no longer.
+  EXPECT_EQ(*store().caches().Purge(cache()), 1u);
+  EXPECT_EQ(Release(lease), absl::StatusCode::kOk);
+  EXPECT_EQ(Release(lease), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(*store().caches().Purge(cache()), 5u);
+  EXPECT_EQ(test().pool->slot_bytes_used(), 0u);
+  // The slabs are the tenant's as long as somebody maps them.
+  EXPECT_EQ(test().pool->shown_slabs(), slabs.size());
+  slabs.clear();
+  test().pool->TakeBack();
+  EXPECT_EQ(test().pool->shown_slabs(), 0u);
+}
+
+TEST_F(BlockCallsTest, ALeaseEndsWithItsCapability) {
+  Open();
+  const Text text = MakeText(4 * kPage);
+  Store(text, 4);
+  auto call = Read(text, 0, 4, AskForMapping);
+  EXPECT_EQ(*store().caches().Purge(cache()), 0u);
+  EXPECT_EQ(store().inspector().Use().lease_pages, 4u * config_.layers);
+  call = nullptr;
+  loop_.RunReady();
+  EXPECT_EQ(store().inspector().Use().lease_pages, 0u);
+  EXPECT_EQ(*store().caches().Purge(cache()), 4u);
+}
+
+TEST_F(BlockCallsTest, ABlockOfWhichAReaderSaysThatItIsCorruptIsCompared) {
+  Open();
+  const Text text = MakeText(4 * kPage);
+  Store(text, 4);
+  auto call = Read(text, 0, 4, AskForMapping);
+  auto lease = call->reply().getLease();
+  EXPECT_EQ(Release(lease, 4), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Release(lease, 2), absl::StatusCode::kOk);  // it is not
+  EXPECT_EQ(store().caches().Match(cache(), Names(cache(), text, 4))->hit_blocks, 4);
+  {
+    auto reads = store().caches().ReadBlocks(cache(), 0, Names(cache(), text, 4), {UINT64_MAX, 64});
+    (*reads)->pages()[2 * config_.layers + 1].data[9] ^= 1;
+  }
+  call = Read(text, 0, 4, AskForMapping);
+  EXPECT_EQ(call->reply().getBlocks(), 4u);  // who reads compares
+  lease = call->reply().getLease();
+  EXPECT_EQ(Release(lease, 2), absl::StatusCode::kOk);
+  EXPECT_EQ(store().caches().Match(cache(), Names(cache(), text, 4))->hit_blocks, 2);
+}
+
+TEST_F(BlockCallsTest, PagesThatMayNotBeMappedAreCopiedBesideTheOthers) {
+  Open();
+  const Text text = MakeText(4 * kPage);
+  {
+    // Bytes of another tenant are left in a slab, so it is not shown.
+    const PageId other = test().pool->Allocate(99, 4096).value();
+    test().pool->Free(other);
+    std::vector<PageId> rest;
+    while (test().pool->free_slabs() > 1) rest.push_back(test().pool->Allocate(99, test().pool->slab_bytes()).value());
+    Store(text, 4);
+    for (const PageId id : rest) test().pool->Free(id);
+  }
+  auto call = Read(text, 0, 4, AskForMapping);
+  RunUntilEnded(call);
+  EXPECT_EQ(call->reply().getBlocks(), 0u);
+  EXPECT_FALSE(call->reply().hasLease());
+  Wipe();
+  call = Read(text, 0, 4, [](auto request) { request.setMapped(true); });
+  RunUntilEnded(call);
+  EXPECT_EQ(call->reply().getBlocks(), 4u);
+  EXPECT_FALSE(call->reply().hasLease());
+  EXPECT_EQ(call->reply().getBytes(), 4 * block_bytes_);
+  for (size_t i = 0; i < 4u * config_.layers; ++i) {
+    const Placed at = PlacedAt(call->reply(), i);
+    EXPECT_EQ(at.slab, UINT64_MAX);
+    EXPECT_EQ(at.offset, i * config_.layout.raw_bytes());
+  }
+  for (uint32_t i = 0; i < 4; ++i) EXPECT_TRUE(Holds(text, i, i)) << i;
+}
+
+TEST_F(BlockCallsTest, LeasesOfAConnectionAreBounded) {
+  Open();
+  const Text text = MakeText(kPage);
+  Store(text, 1);
+  std::vector<std::unique_ptr<ReadCall>> calls;
+  for (size_t i = 0; i < limits::kBlockLeasesMax; ++i) calls.push_back(Read(text, 0, 1, AskForMapping));
+  EXPECT_TRUE(calls.back()->reply().hasLease());
+  auto refused = Read(text, 0, 1, AskForMapping);
+  EXPECT_EQ(DetailOfReply(refused->reply().getStatus()).bound, absl::StrCat("below ", limits::kBlockLeasesMax));
+  auto lease = calls.back()->reply().getLease();
+  EXPECT_EQ(MapStatus(lease, 7), absl::StatusCode::kInvalidArgument);
+  calls.pop_back();
+  lease = nullptr;
+  loop_.RunReady();
+  EXPECT_TRUE(Read(text, 0, 1, AskForMapping)->reply().hasLease());
 }
 
 TEST_F(BlockCallsTest, CallsThatNobodyWaitsForLeaveNothing) {

@@ -7,6 +7,7 @@
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
+#include "kvmanager/rpc/slab_service.h"
 
 namespace kvmanager {
 namespace {
@@ -30,16 +31,6 @@ absl::Status CheckValue(absl::string_view field, uint64_t value) {
   if (value <= SharedSemaphores::kValueMax) return absl::OkStatus();
   return InvalidField(field, value, absl::StrCat("at most ", SharedSemaphores::kValueMax));
 }
-
-// The descriptor of a slab, until it was sent and the capability dropped.
-class SlabService final : public api::Slab::Server {
- public:
-  explicit SlabService(int fd) : fd_(fd) {}
-  kj::Maybe<int> getFd() override { return fd_.get(); }
-
- private:
-  const kj::AutoCloseFd fd_;
-};
 
 class DeviceStreamService final : public api::DeviceStream::Server {
  public:

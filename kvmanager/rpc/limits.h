@@ -28,6 +28,7 @@ constexpr int64_t kHelloMs = 10000;                     // a connection that has
 constexpr size_t kTlsHandshakesMax = 512;               // under way; the oldest makes room for the next
 constexpr int64_t kTlsHandshakeMs = 2000;               // then it is given up
 constexpr size_t kArenasMax = 64;                       // of a connection
+constexpr size_t kBlockLeasesMax = 256;                 // of a connection
 constexpr uint64_t kArenaBytesMax = uint64_t{1} << 30;  // of one arena
 constexpr uint64_t kArenaBytesTotalMax = uint64_t{4} << 30;  // of a connection
 constexpr uint64_t kArenaBytesStep = 4096;

@@ -31,6 +31,8 @@ enum class Method : int {
   kReadBlocks,
   kWriteBlocks,
   kRetain,  // Cache, Admin
+  kReleaseBlocks,
+  kMapBlocks,  // BlocksLease
   kSetProjections,
   kFork,
   kCrop,

@@ -21,6 +21,12 @@ absl::Status Session::CheckRoomForSequence(Begins begins) const {
                     absl::StrCat("below ", limits::kSequencesMax));
 }
 
+absl::Status Session::CheckRoomForLease() const {
+  if (block_leases_ < limits::kBlockLeasesMax) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kResourceExhausted, "leases on blocks of this connection",
+                    absl::StrCat(block_leases_), absl::StrCat("below ", limits::kBlockLeasesMax));
+}
+
 void Session::Hold(SequenceId sequence, CacheId cache) {
   sequences_.emplace(sequence, cache);
   use_->sequences = sequences_.size();

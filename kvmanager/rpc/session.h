@@ -100,6 +100,11 @@ class Session {
     return found != sequences_.end() && found->second == cache;
   }
 
+  // Leases on blocks that are read where they lie.
+  /// Errors: RESOURCE_EXHAUSTED.
+  absl::Status CheckRoomForLease() const;
+  void NoteLease(bool held) { block_leases_ += held ? 1 : -1; }
+
   // Arenas in host memory; those on GPUs are numbered with them. Regions are shared with the calls that use them.
   absl::Status ReserveArena(uint64_t bytes);
   void UnreserveArena(uint64_t bytes);
@@ -148,6 +153,7 @@ class Session {
   SessionUses::Entry use_;
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
   size_t let_go_ = 0;  // of them
+  size_t block_leases_ = 0;
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
   SessionGpus gpus_;
   SessionMessages messages_;

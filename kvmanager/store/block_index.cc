@@ -156,8 +156,10 @@ void BlockIndex::Dispose(Block* block) {
   uint32_t live = block->live_pages;
   if (live == 0) return DeleteIfEmpty(block);
   const uint32_t layers = cache->layers();
+  // From the last layer on: a pool hands out first what was freed last, so the pages of the next block lie in the order
+  // of their layers, and a GPU copies them as one piece.
   for (uint32_t at = 0; live > 0; ++at) {
-    const PageRef ref{block, at % layers, at < layers ? PageKind::kKeysValues : PageKind::kActivations};
+    const PageRef ref{block, layers - 1 - at % layers, at < layers ? PageKind::kKeysValues : PageKind::kActivations};
     const Page& page = ref.page();
     if (page.state == PageState::kFree) continue;
     --live;

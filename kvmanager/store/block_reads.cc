@@ -1,8 +1,12 @@
 #include "kvmanager/store/block_reads.h"
 
+#include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "kvmanager/base/status.h"
 #include "kvmanager/store/page_bytes.h"
 
 namespace kvmanager {
@@ -10,12 +14,13 @@ namespace {
 
 class BlockReadsImpl final : public BlockReads {
  public:
-  BlockReadsImpl(BlockIndex* index, std::shared_ptr<Cache> cache, std::weak_ptr<const bool> alive)
-      : index_(index), cache_(std::move(cache)), alive_(std::move(alive)) {
+  BlockReadsImpl(const BlockReadParts& parts, std::shared_ptr<Cache> cache)
+      : index_(parts.blocks), lease_pages_(parts.pages), cache_(std::move(cache)), alive_(parts.alive) {
     ++cache_->leases;
   }
   ~BlockReadsImpl() override {
     if (alive_.expired()) return;
+    lease_pages_->Remove(cache_->payer, counted_);
     // Of a chain, children first (EvictionPolicy).
     for (; !found_.empty(); found_.pop_back()) {
       index_->ForgetHolder(found_.back());
@@ -24,7 +29,9 @@ class BlockReadsImpl final : public BlockReads {
     --cache_->leases;
   }
 
-  void Find(uint32_t first, absl::Span<const BlockName> names, uint64_t bytes_max, uint64_t align) {
+  void Find(uint32_t first, absl::Span<const BlockName> names, const ReadRoom& room) {
+    mapped_ = room.mapped;
+    uint64_t bytes_max = room.bytes_max;
     MatchResult match;
     HitTierCounts tiers{};
     for (const BlockName& name : names) {
@@ -35,7 +42,9 @@ class BlockReadsImpl final : public BlockReads {
       const size_t before = pages_.size();
       const bool whole = List(*block, &match.reason);
       uint64_t bytes = 0;
-      for (size_t i = before; i < pages_.size(); ++i) bytes += (pages_[i].bytes + align - 1) / align * align;
+      for (size_t i = before; i < pages_.size(); ++i) {
+        if (!pages_[i].place.has_value()) bytes += (pages_[i].bytes + room.align - 1) / room.align * room.align;
+      }
       if (!whole || bytes > bytes_max) {
         pages_.resize(before);
         index_->Release(block);
@@ -57,21 +66,46 @@ class BlockReadsImpl final : public BlockReads {
     index_->CountHits(match, tiers);
   }
 
+  absl::Status CountPages() {
+    KV_RETURN_IF_ERROR(lease_pages_->Check(cache_->payer, pages_.size()));
+    counted_ = pages_.size();
+    lease_pages_->Add(cache_->payer, counted_);
+    return absl::OkStatus();
+  }
+
   size_t blocks() const override { return found_.size(); }
   MissReason reason() const override { return reason_; }
   absl::Span<const StoredPage> pages() const override { return pages_; }
-  bool Verify(size_t page) const override {
-    if (verified_[page / cache_->layers()]) return true;
+  bool Verify(size_t page) const override { return verified_[page / cache_->layers()] || Compare(page); }
+  bool Compare(size_t page) const override {
     const StoredPage& stored = pages_[page];
     return cache_->tier->memory().Checksum(stored.data, stored.bytes) == checksums_[page];
   }
   void NoteVerified(size_t intact, bool corrupt) override {
     if (alive_.expired()) return;
     for (size_t i = 0; i < intact; ++i) {
-      if (!verified_[i]) index_->NoteCompared(found_[i], /*intact=*/true);
+      const auto pages = absl::MakeConstSpan(pages_).subspan(i * cache_->layers(), cache_->layers());
+      const bool all =
+          std::none_of(pages.begin(), pages.end(), [](const auto& page) { return page.place.has_value(); });
+      if (!verified_[i] && all) index_->NoteCompared(found_[i], /*intact=*/true);
     }
     if (corrupt) index_->NoteCompared(found_[intact], /*intact=*/false);
   }
+  void NoteCompared(size_t block, bool intact) override {
+    if (!alive_.expired()) index_->NoteCompared(found_[block], intact);
+  }
+  uint64_t checksum(size_t page) const override { return checksums_[page]; }
+  absl::StatusOr<ShownSlab> ShowSlab(uint32_t slab) override {
+    if (closed()) return absl::UnavailableError("the daemon ends");
+    if (std::none_of(pages_.begin(), pages_.end(),
+                     [&](const auto& page) { return page.place.has_value() && page.place->slab == slab; })) {
+      return InvalidField("slab", slab, "one of those where pages of this lease are");
+    }
+    SlotPool& pool = *cache_->tier->pool();
+    KV_ASSIGN_OR_RETURN(const int fd, pool.ShowSlab(slab));
+    return ShownSlab{fd, pool.slab_bytes()};
+  }
+  bool closed() const override { return alive_.expired(); }
 
  private:
   // Adds the block's pages. False: one is still to be encoded.
@@ -84,15 +118,19 @@ class BlockReadsImpl final : public BlockReads {
       }
       const bool encoded = page.encoded.valid();
       const size_t bytes = encoded ? cache_->page_bytes(layer) : cache_->layout().raw_bytes();
-      pages_.push_back({PageData(*cache_, encoded ? page.encoded : page.raw), static_cast<uint32_t>(bytes), layer,
-                        /*raw=*/!encoded});
+      const PageId slot = encoded ? page.encoded : page.raw;
+      pages_.push_back({PageData(*cache_, slot), static_cast<uint32_t>(bytes), layer, /*raw=*/!encoded,
+                        mapped_ ? cache_->tier->pool()->Showable(slot) : std::nullopt});
     }
     return true;
   }
 
   BlockIndex* const index_;
+  LeasePages* const lease_pages_;
   const std::shared_ptr<Cache> cache_;  // shared: see Block
   const std::weak_ptr<const bool> alive_;
+  bool mapped_ = false;
+  uint64_t counted_ = 0;        // of pages_, as those of a lease
   std::vector<Block*> found_;   // held: their pages keep these forms
   std::vector<bool> verified_;  // [blocks] lately
   std::vector<StoredPage> pages_;
@@ -103,11 +141,12 @@ class BlockReadsImpl final : public BlockReads {
 
 }  // namespace
 
-std::unique_ptr<BlockReads> MakeBlockReads(BlockIndex* blocks, const std::shared_ptr<Cache>& cache, uint32_t first,
-                                           absl::Span<const BlockName> names, uint64_t bytes_max, uint64_t align,
-                                           std::weak_ptr<const bool> alive) {
-  auto reads = std::make_unique<BlockReadsImpl>(blocks, cache, std::move(alive));
-  reads->Find(first, names, bytes_max, align);
+absl::StatusOr<std::unique_ptr<BlockReads>> MakeBlockReads(const BlockReadParts& parts,
+                                                           const std::shared_ptr<Cache>& cache, uint32_t first,
+                                                           absl::Span<const BlockName> names, const ReadRoom& room) {
+  auto reads = std::make_unique<BlockReadsImpl>(parts, cache);
+  reads->Find(first, names, room);
+  if (room.mapped) KV_RETURN_IF_ERROR(reads->CountPages());
   return reads;
 }
 

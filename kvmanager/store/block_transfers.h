@@ -1,7 +1,7 @@
 // Blocks that are read from host memory, or written into it, by name and in the form in which they are stored: for
 // engines that encode and decode pages themselves.
 //
-//   BlockReads    found blocks, whose pages are copied out
+//   BlockReads    found blocks, whose pages are copied out, or read where they lie by a process that maps them
 //   BlockWrites   slots for new blocks, which get their names once their bytes are in place
 //
 // A page has one form: encoded, or raw where the codec keeps it raw or declined it. Pages are listed block by block,
@@ -11,10 +11,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kvmanager/memory/slot_pool.h"
 #include "kvmanager/store/miss_reason.h"
 
 namespace kvmanager {
@@ -27,7 +29,21 @@ struct StoredPage {
   uint8_t* data = nullptr;  // nullptr: of a block that is not written, since the store has it
   uint32_t bytes = 0;
   uint32_t layer = 0;
-  bool raw = false;  // the codec keeps the page raw, or declined it
+  bool raw = false;                          // the codec keeps the page raw, or declined it
+  std::optional<SlotPool::SlabPlace> place;  // where a process may map it, if that was asked for
+};
+
+/// Of the pages that are read, those to be copied fit `bytes_max` when each is rounded up to `align`.
+struct ReadRoom {
+  uint64_t bytes_max = 0;
+  uint64_t align = 1;
+  bool mapped = false;  // those that have a place are not copied
+};
+
+/// A slab that a process may map for reading.
+struct ShownSlab {
+  int fd = -1;  // the receiver's
+  uint64_t bytes = 0;
 };
 
 class BlockReads {
@@ -42,8 +58,20 @@ class BlockReads {
   /// Whether page `page` still holds what was written: true at once if its block was compared within the last minute.
   /// Takes as long as reading it otherwise. Any thread.
   virtual bool Verify(size_t page) const = 0;
+  /// The same, and compares in any case.
+  virtual bool Compare(size_t page) const = 0;
   /// Blocks before `intact` were verified, and so was the next one, in vain, if `corrupt` says so: it loses its name.
+  /// Pages with a place need not have been: then their blocks are taken for as old as before.
   virtual void NoteVerified(size_t intact, bool corrupt) = 0;
+  /// What was found of block `block` when all of its pages were compared.
+  virtual void NoteCompared(size_t block, bool intact) = 0;
+  /// XXH3-64 of the bytes of page `page` when they were stored.
+  virtual uint64_t checksum(size_t page) const = 0;
+  /// A slab in which one of the pages has its place. Errors: INVALID_ARGUMENT; UNAVAILABLE (the store has closed);
+  /// PagePool::ShowSlab's.
+  virtual absl::StatusOr<ShownSlab> ShowSlab(uint32_t slab) = 0;
+  /// Whether the store has closed: its memory may be gone.
+  virtual bool closed() const = 0;
 };
 
 class BlockWrites {

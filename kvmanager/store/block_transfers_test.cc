@@ -84,7 +84,7 @@ class BlockTransfersTest : public testing::PageStoreTest {
     return *(*writes)->Commit(*checksums);
   }
   std::unique_ptr<BlockReads> Read(const Text& text, uint32_t first, size_t blocks, uint64_t bytes_max = UINT64_MAX) {
-    auto reads = store().caches().ReadBlocks(cache_, first, NamesFrom(text, first, blocks), bytes_max, kAlign);
+    auto reads = store().caches().ReadBlocks(cache_, first, NamesFrom(text, first, blocks), {bytes_max, kAlign});
     EXPECT_TRUE(reads.ok()) << reads.status();
     return *std::move(reads);
   }
@@ -310,7 +310,8 @@ TEST_F(BlockTransfersTest, ErrorsNameTheFieldAndTheBound) {
   twice[1].tokens.bytes[0] ^= 1;
   EXPECT_EQ(field(0, twice, forms, cache_), "names[1].tokens");
   EXPECT_EQ(field(2, {names[1], names[2]}, Forms(text, 2, 2), cache_), "names[0]");
-  EXPECT_EQ(store().caches().ReadBlocks(cache_, 0, {}, 1, kAlign).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(store().caches().ReadBlocks(cache_, 0, {}, {1, kAlign}).status().code(),
+            absl::StatusCode::kInvalidArgument);
   Open("raw");
   EXPECT_EQ(field(0, Names(cache_, text, 1), {1, 0}, cache_), "raw[block 0][layer 0]");
 }
@@ -321,7 +322,7 @@ TEST_F(BlockTransfersTest, OfAGpuTheyAreRefused) {
   config.device = testing::TestDevice::kOrdinal;
   const CacheId cache = test().Open(config);
   const Text text = MakeText(kPage);
-  EXPECT_TRUE(IsWrongMemory(store().caches().ReadBlocks(cache, 0, Names(cache, text, 1), 1 << 20, kAlign).status()));
+  EXPECT_TRUE(IsWrongMemory(store().caches().ReadBlocks(cache, 0, Names(cache, text, 1), {1 << 20, kAlign}).status()));
   EXPECT_TRUE(IsWrongMemory(store().caches().WriteBlocks(cache, 0, Names(cache, text, 1), Bytes(2)).status()));
 }
 

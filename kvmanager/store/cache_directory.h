@@ -105,12 +105,12 @@ class CacheDirectory {
   /// little that it need not.
   virtual absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) = 0;
   /// For a cache in host memory: blocks `names`, the first of which is block `first` of its sequence, to be copied out
-  /// or written (block_transfers.h). Reads end before a block whose pages, each rounded up to `align`, exceed
-  /// bytes_max. raw: [names][layers], 1 where a page comes raw. Errors: NOT_FOUND; INVALID_ARGUMENT (more than
-  /// kTransferPagesMax pages, names, forms); FAILED_PRECONDITION naming `device`; of writes, RESOURCE_EXHAUSTED.
+  /// or written (block_transfers.h). Reads end before a block whose pages exceed `room`. raw: [names][layers], 1 where
+  /// a page comes raw. Errors: NOT_FOUND; INVALID_ARGUMENT (more than kTransferPagesMax pages, names, forms);
+  /// FAILED_PRECONDITION naming `device`; of writes, RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<std::unique_ptr<BlockReads>> ReadBlocks(CacheId cache, uint32_t first,
-                                                                 absl::Span<const BlockName> names, uint64_t bytes_max,
-                                                                 uint64_t align) = 0;
+                                                                 absl::Span<const BlockName> names,
+                                                                 const ReadRoom& room) = 0;
   virtual absl::StatusOr<std::unique_ptr<BlockWrites>> WriteBlocks(CacheId cache, uint32_t first,
                                                                    absl::Span<const BlockName> names,
                                                                    absl::Span<const uint8_t> raw) = 0;

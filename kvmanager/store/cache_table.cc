@@ -292,9 +292,9 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindForTransfer(CacheId id, u
 
 absl::StatusOr<std::unique_ptr<BlockReads>> CacheTable::ReadBlocks(CacheId id, uint32_t first,
                                                                    absl::Span<const BlockName> names,
-                                                                   uint64_t bytes_max, uint64_t align) {
+                                                                   const ReadRoom& room) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindForTransfer(id, first, names.size()));
-  return MakeBlockReads(parts_.blocks, cache, first, names, bytes_max, align, parts_.alive);
+  return MakeBlockReads({parts_.blocks, parts_.lease_pages, parts_.alive}, cache, first, names, room);
 }
 
 absl::StatusOr<std::unique_ptr<BlockWrites>> CacheTable::WriteBlocks(CacheId id, uint32_t first,

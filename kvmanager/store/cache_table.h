@@ -18,6 +18,7 @@
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/cache_directory.h"
+#include "kvmanager/store/lease_pages.h"
 #include "kvmanager/store/store_metrics.h"
 #include "kvmanager/store/tenants.h"
 #include "kvmanager/store/tier.h"
@@ -33,6 +34,7 @@ class CacheTable final : public CacheDirectory {
     const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
     BlockIndex* blocks = nullptr;
     Tenants* tenants = nullptr;
+    LeasePages* lease_pages = nullptr;
     BlockDisk* disk = nullptr;  // nullptr: there is none
     const Clock* clock = nullptr;
     std::function<uint64_t(const CacheDigest*)> before_purge;  // of one cache, or of all: what goes besides
@@ -58,8 +60,8 @@ class CacheTable final : public CacheDirectory {
                                                          uint64_t ttl_ms) override;
   absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) override;
   absl::StatusOr<std::unique_ptr<BlockReads>> ReadBlocks(CacheId cache, uint32_t first,
-                                                         absl::Span<const BlockName> names, uint64_t bytes_max,
-                                                         uint64_t align) override;
+                                                         absl::Span<const BlockName> names,
+                                                         const ReadRoom& room) override;
   absl::StatusOr<std::unique_ptr<BlockWrites>> WriteBlocks(CacheId cache, uint32_t first,
                                                            absl::Span<const BlockName> names,
                                                            absl::Span<const uint8_t> raw) override;

@@ -101,7 +101,7 @@ class PageStoreOnDiskTest : public PageStoreTest {
   // Every page of the text's first blocks, as it is stored.
   void ExpectStored(CacheId cache, const Text& text, int blocks) {
     const auto codec = store().caches().codec(cache);
-    const auto reads = store().caches().ReadBlocks(cache, 0, Names(cache, text, blocks), UINT64_MAX, 64);
+    const auto reads = store().caches().ReadBlocks(cache, 0, Names(cache, text, blocks), {UINT64_MAX, 64});
     ASSERT_TRUE(reads.ok() && (*reads)->blocks() == static_cast<size_t>(blocks)) << (*reads)->blocks();
     const size_t layers = (*reads)->pages().size() / blocks;
     for (size_t i = 0; i < (*reads)->pages().size(); ++i) {

@@ -44,7 +44,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
                  [this](Block* block) { BeforeUnname(block); }, [this](Block* block) { recovery_.Record(block); }}),
         payers_(&tiers_),
         tenants_(&payers_),
-        caches_({registry, metrics, &tiers_, &blocks_, &tenants_, disk, clock,
+        caches_({registry, metrics, &tiers_, &blocks_, &tenants_, &lease_pages_, disk, clock,
                  [this](const CacheDigest* of) { return BeforePurge(of); },
                  [this](const std::shared_ptr<Cache>& cache) { recovery_.NoteOpened(cache); }, alive_}),
         recovery_({manifest, pool, tiers_[0].get(), metrics, &tenants_, &caches_, &blocks_}),
@@ -56,7 +56,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         moves_({metrics, &tiers_, &caches_, &blocks_, &encodes_, &mover_}),
         disk_writes_({disk, metrics, tiers_[0].get(), &caches_, &blocks_, &encodes_, &gone_, alive_}),
         disk_loads_({disk, tiers_[0].get(), metrics, &caches_, &blocks_, &encodes_, &mover_, alive_}),
-        reads_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
+        reads_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &lease_pages_, alive_}),
         appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, this, alive_}),
         tables_({&tiers_, &caches_, &sequences_}),
         arrivals_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &moves_, alive_}),
@@ -216,6 +216,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   BlockIndex blocks_;
   Payers payers_;
   Tenants tenants_;
+  LeasePages lease_pages_;
   CacheTable caches_;
   Recovery recovery_;
   EncodeJobs encodes_;

@@ -144,7 +144,7 @@ TEST_F(PageStoreExplainTest, ChangedBytes) {
   Publish(cache, text, 2);
   const auto names = Names(cache, text, 2);
   {
-    const auto reads = *store().caches().ReadBlocks(cache, 0, names, UINT64_MAX, 64);
+    const auto reads = *store().caches().ReadBlocks(cache, 0, names, {UINT64_MAX, 64});
     const_cast<uint8_t*>(reads->pages()[0].data)[5] ^= 1;
   }
   test().clock.AdvanceNs(BlockCheck::kVerifiedForNs + 2);

@@ -42,7 +42,7 @@ class PageStoreRecoveryTest : public testing::PageStoreOnDiskTest {
   void CheckAll() { store().report().CheckInvariants(); }
   // The place of a page in the pool, from its first region on.
   uint64_t PlaceOf(CacheId cache, const Text& text, int block) {
-    const auto reads = store().caches().ReadBlocks(cache, 0, Names(cache, text, block + 1), UINT64_MAX, 64);
+    const auto reads = store().caches().ReadBlocks(cache, 0, Names(cache, text, block + 1), {UINT64_MAX, 64});
     const StoredPage& page = (*reads)->pages()[(*reads)->pages().size() - 1];
     uint64_t before = 0;
     for (const auto& region : test().pool->regions()) {

@@ -325,7 +325,7 @@ absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Attend(CacheId id, Laye
   const bool tables = cache->tier->memory().follows_tables();
   if (!tables) {
     if (layers.count != 1) return InvalidField("layers", layers.count, "1: the pages that are read are listed");
-    KV_RETURN_IF_ERROR(pages_.Check(cache->payer, pages));
+    KV_RETURN_IF_ERROR(this->pages().Check(cache->payer, pages));
   }
   KV_RETURN_IF_ERROR(GiveSlots(*cache, layers, entries, sequences));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
@@ -426,7 +426,7 @@ absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Load(CacheId id, int la
   for (const AttendEntry& entry : entries) {
     pages += (entry.position + entry.tokens - 1) / page_tokens - entry.position / page_tokens + 1;
   }
-  KV_RETURN_IF_ERROR(pages_.Check(cache->payer, pages));
+  KV_RETURN_IF_ERROR(this->pages().Check(cache->payer, pages));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
   lease->CountPages(pages);
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -474,7 +474,7 @@ void StoreReads::Unpin(Done& done) {
     pins.pop_back();
   }
   if (!pins.empty()) return;
-  pages_.Remove(done.cache->payer, done.counted);
+  pages().Remove(done.cache->payer, done.counted);
   --done.cache->leases;
   if (spare_.size() >= kSpareBuffersMax || pins.capacity() > kSparePagesMax) return;
   done.buffers.Clear();

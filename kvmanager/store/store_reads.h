@@ -55,6 +55,7 @@ class StoreReads {
     EncodeJobs* encodes = nullptr;
     SequenceIndexes* indexes = nullptr;
     SequenceTable* sequences = nullptr;
+    LeasePages* pages = nullptr;
     std::weak_ptr<const bool> alive;
   };
 
@@ -71,8 +72,8 @@ class StoreReads {
   void OnLeftovers(std::function<void()> fn) { on_leftovers_ = std::move(fn); }
   bool ReleaseSome();
   /// Which leases read.
-  LeasePages& pages() { return pages_; }
-  const LeasePages& pages() const { return pages_; }
+  LeasePages& pages() { return *parts_.pages; }
+  const LeasePages& pages() const { return *parts_.pages; }
 
   // For the leases, and what makes them.
   static constexpr size_t kPagesAtOnce = 512;  // some 0.1 ms
@@ -107,7 +108,6 @@ class StoreReads {
 
   const Parts parts_;
   std::vector<ReadBuffers> spare_;
-  LeasePages pages_;
   std::deque<Done> left_;
   std::function<void()> on_leftovers_ = [] {};
 };

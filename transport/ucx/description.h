@@ -24,7 +24,7 @@
 namespace kvmanager::ucx {
 
 inline constexpr size_t kAddressBytesMax = 8 << 10;
-inline constexpr uint32_t kMemoriesMax = 256;
+inline constexpr uint32_t kMemoriesMax = 4096;
 inline constexpr uint64_t kMemoryBytesMax = uint64_t{1} << 46;
 inline constexpr size_t kSealBytes = 32;
 

@@ -44,7 +44,7 @@ class UcxMemory final : public RemoteMemory {
     uint64_t answer_bytes = kAnswerBytesDefault;    // on their way to peers; more are refused
     std::vector<std::pair<std::string, std::string>> settings;  // of UCX, as {"TLS", "tcp"}, over the environment's
   };
-  static constexpr size_t kMemoriesMax = 256;
+  static constexpr size_t kMemoriesMax = 4096;
   static constexpr size_t kKeyBytesMin = 16, kKeyBytesMax = 4096;
   static constexpr uint64_t kStagingBytesDefault = 64 << 20, kAnswerBytesDefault = 128 << 20;
   static constexpr uint64_t kStagingBytesMin = 1 << 20, kStagingBytesMax = uint64_t{4} << 30;

@@ -106,13 +106,16 @@ class PagedCopy:
         self.device = layers[0].device
         self.block_tokens = block_tokens
         self.cuda = self.device.type == "cuda"
+        self.index = (self.device.index or 0) if self.cuda else -1  # of the GPU; -1: the CPU
         self.save_stream = self.load_stream = None
+        self.fetch_stream = None  # what brings pages to the GPU, ahead of the loads
         self._groups = groups or [0] * len(layers)
         self._kernel: PagedKernel | None = None
         if self.cuda:
             low = torch.cuda.Stream.priority_range()[0]
             self.save_stream = torch.cuda.Stream(self.device, priority=low)
             self.load_stream = torch.cuda.Stream(self.device, priority=low)
+            self.fetch_stream = torch.cuda.Stream(self.device, priority=low)
             self._kernel = self._make_kernel()
 
     def _make_kernel(self) -> PagedKernel | None:
@@ -220,6 +223,10 @@ class PagedCopy:
     def saved(self) -> Fence:
         """All that save() began so far, also where it failed in the middle."""
         return self._record(self.save_stream) if self.cuda else Fence()
+
+    def fetched(self) -> Fence:
+        """Behind all that fetch_stream was given."""
+        return self._record(self.fetch_stream) if self.cuda else Fence()
 
     def loaded(self) -> Fence:
         """The same of load()."""

@@ -3,6 +3,8 @@
 An Extent is room for some whole blocks, all layers of them: raw pages [blocks][layers][K, V][heads][tokens][head_dim], which the
 engine's blocks are copied to and from (paged.py), and a range of an arena, which has the same pages as Cache.read_blocks and
 Cache.write_blocks want them. In between the cache's codec encodes or decodes, on a GPU by kernels on the stream of the copies.
+Pages that Cache.map_blocks found are copied out of the daemon's own memory instead (fetch), and the copies are compared with the
+pages' checksums.
 
                     raw pages            encoded pages        range of the arena
     GPU, lossy      GPU memory           GPU memory           pinned host memory
@@ -13,6 +15,7 @@ Cache.write_blocks want them. In between the cache's codec encodes or decodes, o
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import warnings
 from typing import Callable
@@ -20,6 +23,7 @@ from typing import Callable
 import torch
 
 from .arena import Arena, ArenaTensor
+from .cache import BlocksMapped
 from .page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, PAGE_ALIGN, PageCodec
 
 
@@ -53,6 +57,8 @@ class _Plan:
         tokens = of.page_block[self.encoded] * of.geometry.block_tokens
         self._made = torch.stack((raw, stored, tokens, layers), 1), torch.stack((stored, raw, layers), 1)
         self.form_bytes = bytes(forms.tolist())
+        self.sizes = of.page_bytes(forms)
+        self.stored = self.offsets + extent.encoded_pages.data_ptr()
 
     def write_items(self, items: torch.Tensor, first: int | None) -> None:
         """For encoding blocks of which the first begins at token `first` of its sequence; None: for decoding."""
@@ -85,6 +91,8 @@ class Extent:
             pages = self.blocks * g.layers
             self._items = torch.empty((pages, 4), dtype=torch.int64, pin_memory=self._on_gpu)
             self._declined = torch.zeros(pages, dtype=torch.int32, pin_memory=self._on_gpu)
+            self._sums = torch.empty(pages, dtype=torch.int64, pin_memory=self._on_gpu)  # of what was fetched
+        self._expected: torch.Tensor | None = None  # of the same
         self._planned: dict[str, tuple[object, _Plan]] = {}  # the newest of each kind, and of what
         self._writing: _Plan | None = None  # of encode()
         self._items_are: tuple[_Plan | None, int | None] = (None, None)
@@ -143,11 +151,33 @@ class Extent:
 
     # From the daemon.
 
-    def decode(self, count: int, forms: bytes, stream: int = 0) -> None:
-        """Brings `count` blocks of these forms out of the range into the raw pages; only begun on a GPU."""
+    def fetch(self, mapped: BlocksMapped, first: int, count: int, stream: int = 0) -> int:
+        """Copies `count` of the blocks that were mapped, from `first` of these on, to where decode(fetched=True) finds them; only
+        begun on a GPU. Returns their bytes."""
+        of = self.of
+        begin, pages = first * of.geometry.layers, count * of.geometry.layers
+        plan = self._plan_to_decode(mapped.raw[begin : begin + pages])
+        of.codec.copy_pages(ctypes.addressof(mapped.addresses) + 8 * begin, plan.sizes.data_ptr(), pages, self.encoded_pages.data_ptr(), stream)
+        of.codec.hash_pages(plan.stored.data_ptr(), plan.sizes.data_ptr(), pages, self._sums.data_ptr(), stream)
+        self._expected = torch.frombuffer(mapped.checksums, dtype=torch.int64, count=pages, offset=8 * begin)
+        return plan.nbytes
+
+    def corrupt(self) -> int | None:
+        """Once what fetch() began is done: the first block of it whose bytes have not their checksum."""
+        expected = self._expected
+        if expected is None or torch.equal(self._sums[: len(expected)], expected):
+            return None
+        return int((self._sums[: len(expected)] != expected).nonzero()[0]) // self.of.geometry.layers
+
+    def _plan_to_decode(self, forms: bytes) -> _Plan:
+        return self._plan("decode", forms, lambda: torch.tensor(list(forms), dtype=torch.bool))
+
+    def decode(self, count: int, forms: bytes, stream: int = 0, fetched: bool = False) -> None:
+        """Brings `count` blocks of these forms out of the range, or of what was fetched, into the raw pages; only begun on a
+        GPU."""
         g, of = self.of.geometry, self.of
-        plan = self._plan("decode", forms, lambda: torch.tensor(list(forms), dtype=torch.bool))
-        if self._on_gpu:
+        plan = self._plan_to_decode(forms)
+        if self._on_gpu and not fetched:
             self.encoded_pages[: plan.nbytes].copy_(self._host[: plan.nbytes], non_blocking=True)
         if len(plan.encoded):
             self._write_items(plan, None)
@@ -189,6 +219,7 @@ class Extents:
             self.page_layer, self.page_block = pages % geometry.layers, pages // geometry.layers
             self.raw_layer = torch.tensor(codec.raw_layers or [False] * geometry.layers)
             self.raw_stride = torch.tensor(_aligned(geometry.raw_page_bytes))
+            self.encoded_bytes = torch.tensor(codec.page_bytes)
             self.encoded_stride = torch.tensor([_aligned(size) for size in codec.page_bytes])
         self._pinned = False
         self._lock = threading.Lock()
@@ -213,6 +244,11 @@ class Extents:
         sizes = torch.where(forms, self.raw_stride, self.encoded_stride[self.page_layer[: len(forms)]])
         ends = sizes.cumsum(0)
         return ends - sizes, int(ends[-1])
+
+    def page_bytes(self, forms: torch.Tensor) -> torch.Tensor:
+        """Of pages of these forms."""
+        encoded = self.encoded_bytes[self.page_layer[: len(forms)]]
+        return torch.where(forms, torch.tensor(self.geometry.raw_page_bytes), encoded)
 
     def _give_back(self, extent: Extent) -> None:
         with self._lock:

@@ -1,7 +1,8 @@
 """What the connector's half in a worker has its link's thread do: store blocks of a request, load them, hand them over.
 
     StoreJob    copies blocks that the daemon does not have into extents, encodes them, and writes them
-    LoadJob     reads blocks into extents, decodes them, and copies them into the paged cache
+    LoadJob     reads blocks into extents, decodes them, and copies them into the paged cache; where the daemon's memory may
+                be mapped, mapped_load.py does it
     FinishJob   retains a finished request's blocks, and hands them to another daemon
 """
 
@@ -14,9 +15,17 @@ from typing import TYPE_CHECKING
 
 from .._link import Session
 from ..cache import BlockNames, Cache
-from ..errors import DeadlineExceededError, Error, ResourceExhaustedError, UnavailableError
+from ..errors import (
+    DeadlineExceededError,
+    Error,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnimplementedError,
+)
 from ..paged import Fence
 from ..stored import Extent
+from .mapped_load import PAGES_MAX, MappedLoad
 from .messages import Finish, Load, Store
 from .retention import Retention, retain
 
@@ -137,11 +146,22 @@ class StoreJob:
             left = self._count - self._next
             if left:
                 self._spoilt = self._spoilt or "no staging is free: raise staging_mib"
+        elif half.copies.cuda and half.maps and self._count:
+            self._map(cache, names)
         if self._spoilt:
             half.log(f"blocks of request {store.request} were not all stored", self._spoilt)
             self._unstored("preempted" if "taken" in self._spoilt else "failed", left)
             half.count("stores_dropped")
         half.observe("store_seconds", time.monotonic() - self._began)
+
+    def _map(self, cache: Cache, names: BlockNames) -> None:
+        """Maps and pins the memory that the blocks lie in, so that the first load does not have to wait for it."""
+        first, count = self.store.first, min(self._count, PAGES_MAX // self._half.geometry.layers)
+        try:
+            mapped = cache.map_blocks_async(names[first : first + count], None, first, self._half.copies.index).wait()
+            mapped.close()
+        except (FailedPreconditionError, UnimplementedError) as error:
+            self._half.stop_mapping(error)
 
     def _next_part(self) -> Stored | None:
         """The oldest whose copies were begun and that is not encoded, or else the next."""
@@ -247,6 +267,14 @@ class LoadJob:
     def _read(self, cache: Cache, names: BlockNames, count: int) -> str:
         """Why it ended where it did."""
         half, load = self._half, self._load
+        if half.maps:
+            mapped = MappedLoad(half, load, cache, self._after)
+            try:
+                reason = mapped.run(names)
+                self._done = mapped.done
+                return reason
+            except (FailedPreconditionError, UnimplementedError) as error:
+                half.stop_mapping(error)
         asked = 0
         reading: collections.deque = collections.deque()  # (extent, first of the load, blocks, the call)
         filled: collections.deque = collections.deque()  # (extent, fence)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 _SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
-_EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon
+_EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon, or of one batch of copies
 _EXTENTS = 4  # of an arena, at least, where its size allows
 _LOG_S = 5.0
 
@@ -56,6 +56,7 @@ class WorkerHalf:
         self._layer_of = {name: layer for layer, name in enumerate(facts.layers)}
         self.stores: Extents | None = None  # while attached, as loads
         self.loads: Extents | None = None
+        self.maps = False  # loads read the daemon's memory themselves; the link's thread
         self._step: list[StoreJob] = []  # of this step, their copies not all begun
         self._reading: dict[str, list[StoreJob]] = {}  # whose blocks may still be read, by request
         self._hashes: dict[str, tuple[str, list[bytes]]] = {}  # tenant and hashes of what was stored, by request
@@ -99,14 +100,14 @@ class WorkerHalf:
         """The link's thread: staging of this connection. What the daemon does not accept is an error here."""
         cache = session.cache((self.settings.tenant, self.facts.rank))
         device = self.copies.device
-        index = -1 if device.type != "cuda" else device.index or 0
-        codec = PageCodec(cache, index, self.settings.calibration_dir)
+        codec = PageCodec(cache, self.copies.index, self.settings.calibration_dir)
         made = []
         for _ in range(2):
             arena = session.client.create_arena(self._extents * self.extent_blocks * self.block_bytes)
             made.append(Extents(arena, codec, self.geometry, self.extent_blocks, device))
         session.state["extents"] = made
         self.loads, self.stores = made
+        self.maps = True
         o = cache.description
         fits = o.pool_bytes // max(1, o.encoded_page_bytes * len(self.facts.layers)) * self.facts.block_tokens
         self._logger.info(
@@ -119,6 +120,7 @@ class WorkerHalf:
         for extents in (self.loads, self.stores):
             if extents is not None:
                 self.copies.saved().wait()
+                self.copies.fetched().wait()
                 self.copies.loaded().wait()
                 extents.close()
         self.loads = self.stores = None
@@ -199,6 +201,12 @@ class WorkerHalf:
         return sent, received, failed
 
     # What jobs call, on the link's thread.
+
+    def stop_mapping(self, error: object) -> None:
+        """The daemon does not let this process map its memory: it copies what is loaded."""
+        if self.maps:
+            self.maps = False
+            self._logger.info("kvmanager: the daemon copies what is loaded, which takes longer: %s", error)
 
     def drained(self) -> Fence:
         """Behind all copies of loads."""

@@ -1,0 +1,73 @@
+#include "kvmanager/rpc/block_lease.h"
+
+#include <utility>
+
+#include "kvmanager/base/on_worker.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/rpc/serve.h"
+#include "kvmanager/rpc/slab_service.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr uint32_t kIntact = UINT32_MAX;
+
+}  // namespace
+
+BlockLeaseService::BlockLeaseService(std::shared_ptr<Session> session, WorkerPool* workers, MessageQueue* queue,
+                                     WorkerPool::Owner owner, std::unique_ptr<BlockReads> reads)
+    : session_(std::move(session)), workers_(workers), queue_(queue), owner_(owner), reads_(std::move(reads)) {
+  session_->NoteLease(true);
+}
+
+BlockLeaseService::~BlockLeaseService() { session_->NoteLease(false); }
+
+absl::Status BlockLeaseService::CheckHeld() const {
+  if (reads_ == nullptr) return absl::FailedPreconditionError("the lease was released before");
+  return reads_->closed() ? absl::UnavailableError("the daemon ends: the pages are not held any more")
+                          : absl::OkStatus();
+}
+
+kj::Promise<void> BlockLeaseService::release(ReleaseContext context) {
+  return Serve(*session_, Method::kReleaseBlocks, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+    KV_RETURN_IF_ERROR(CheckHeld());
+    const uint32_t block = context.getParams().getCorruptBlock();
+    if (block == kIntact) {
+      reads_ = nullptr;
+      return Done();
+    }
+    if (block >= reads_->blocks()) {
+      return InvalidField("corruptBlock", block, absl::StrCat("below ", reads_->blocks(), ", or ", kIntact));
+    }
+    const std::shared_ptr<BlockReads> reads = std::exchange(reads_, nullptr);
+    const size_t layers = reads->pages().size() / reads->blocks();
+    struct Comparing {
+      size_t page, end;
+      bool intact = true;
+    };
+    auto comparing = std::make_shared<Comparing>();
+    comparing->page = block * layers;
+    comparing->end = comparing->page + layers;
+    return OnWorkerInTurns(workers_, queue_, WorkerPool::Priority::kAttend, owner_,
+                           [reads, comparing] {
+                             if (comparing->page == comparing->end) return false;
+                             comparing->intact = reads->Compare(comparing->page++);
+                             return comparing->intact;
+                           })
+        .then([reads, comparing, block] { reads->NoteCompared(block, comparing->intact); })
+        .attach(thisCap());
+  });
+}
+
+kj::Promise<void> BlockLeaseService::mapSlab(MapSlabContext context) {
+  return Serve(*session_, Method::kMapBlocks, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+    KV_RETURN_IF_ERROR(CheckHeld());
+    KV_ASSIGN_OR_RETURN(const ShownSlab shown, reads_->ShowSlab(context.getParams().getSlab()));
+    auto results = context.getResults();
+    results.setSlab(kj::heap<SlabService>(shown.fd));
+    results.setBytes(shown.bytes);
+    return Done();
+  });
+}
+
+}  // namespace kvmanager
