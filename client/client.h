@@ -39,6 +39,8 @@ class Cache;
 class HandOff;
 class Projections;
 class Sequence;
+template <typename T>
+class Pending;
 
 /// What a cache is (api/kvmanager.capnp, CacheConfig): all of it is part of every block's name.
 struct CacheOptions {
@@ -164,6 +166,44 @@ struct ReadBlocksResult {
   Miss reason = Miss::kNone;  // why no more; kNone: all, or no more fit
   uint64_t bytes = 0;         // of `pages` that they take
   std::string raw;            // [blocks][layers] 1 where a page is raw, else 0
+};
+
+/// Pins memory that is mapped for reading, so that a GPU copies from it as fast as the bus goes. Lives until the memory
+/// is unmapped; called on the client's thread.
+class SlabPinner {
+ public:
+  virtual ~SlabPinner() = default;
+  /// Whole pages.
+  virtual absl::Status Pin(const uint8_t* data, size_t bytes) = 0;
+  virtual void Unpin(const uint8_t* data) = 0;
+};
+
+/// Pages that are held where they lie: until Release is answered or this is gone, the daemon neither moves them nor
+/// writes to them.
+class BlocksLease {
+ public:
+  virtual ~BlocksLease() = default;
+  /// To be asked when they were copied. OK: they were held all the time. UNAVAILABLE: they were not (the daemon's or
+  /// the connection's end), and what was copied is of no use. corrupt_block: of those that were read, one whose bytes
+  /// had not their checksum; the daemon compares it itself, and forgets it if that is so.
+  virtual Pending<absl::Status> ReleaseAsync(std::optional<uint32_t> corrupt_block) = 0;
+  absl::Status Release(std::optional<uint32_t> corrupt_block = std::nullopt);
+};
+
+/// Blocks of which this process copies the pages itself. It compares its copy with the checksums: the daemon has not.
+struct MappedBlocks {
+  uint32_t blocks = 0;        // from names[0] on
+  Miss reason = Miss::kNone;  // why no more; kNone: all, or no more fit
+  uint64_t bytes = 0;         // of the range that pages take which do not lie in memory that is mapped
+  std::string raw;            // [blocks][layers] 1 where a page is raw, else 0
+  /// [blocks][layers] where the page begins in this process, a multiple of 64: in the range, or in memory that is
+  /// mapped for reading and stays so until the client is gone, or connects again and the lease is gone. An address of a
+  /// page that no lease holds any more may be read, and gives any bytes.
+  std::vector<uint64_t> pages;
+  std::vector<uint64_t> checksums;     // [blocks][layers] XXH3-64 of the page's bytes
+  std::unique_ptr<BlocksLease> lease;  // nullptr: all pages are in the range
+  /// Why memory could not be pinned; said once, of the connection. What is not pinned is copied more slowly.
+  absl::Status pinned;
 };
 
 struct WriteBlocksResult {
@@ -539,6 +579,14 @@ class Cache {
   /// longer where the Pending is gone before.
   virtual Pending<absl::StatusOr<ReadBlocksResult>> ReadBlocksAsync(const BlockRange& range) = 0;
   absl::StatusOr<ReadBlocksResult> ReadBlocks(const BlockRange& range) { return ReadBlocksAsync(range).Wait(); }
+  /// The same without copying what lies in memory that this process may map: the first call that names it maps it, and
+  /// has `pinner` (of the connection's first call with one; nullptr: none) pin it. range.pages has the other pages; it
+  /// may be none, and blocks then end at the first of these. Errors: UNIMPLEMENTED (a daemon without the feature
+  /// "map-blocks"); FAILED_PRECONDITION (no Unix socket; memory that is not to be mapped, or no more of it): use
+  /// ReadBlocks; RESOURCE_EXHAUSTED (it cannot be mapped here); INTERNAL for a reply that cannot be.
+  virtual Pending<absl::StatusOr<MappedBlocks>> MapBlocksAsync(const BlockRange& range,
+                                                               std::shared_ptr<SlabPinner> pinner);
+  absl::StatusOr<MappedBlocks> MapBlocks(const BlockRange& range, std::shared_ptr<SlabPinner> pinner = nullptr);
   /// raw: [names][layers], 1 where a page is raw. The range must not change before the result was waited for. Errors:
   /// INVALID_ARGUMENT naming page and place (NaN or Inf), DATA_LOSS (no page of the codec's), RESOURCE_EXHAUSTED.
   virtual Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range,

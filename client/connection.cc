@@ -9,6 +9,7 @@
 #include <exception>
 
 #include "absl/strings/str_cat.h"
+#include "client/host_slabs.h"
 #include "client/tls_dial.h"
 
 namespace kvmanager::client {
@@ -94,6 +95,7 @@ Connection::Connection(Address address, const Client::Options& options, std::sha
     : address_(std::move(address)), options_(options), loop_(std::move(loop)) {}
 
 Connection::~Connection() {
+  slabs_.reset();  // unmapped before the socket is closed: then the daemon sees that this process is done with them
   if (forked()) {  // invariant 2
     (void)link_.release();
     new std::shared_ptr<ThreadLoop>(std::move(loop_));
@@ -121,6 +123,7 @@ absl::Status Connection::Reconnect() {
 }
 
 absl::Status Connection::Dial(std::chrono::steady_clock::time_point until) {
+  slabs_ = std::make_shared<HostSlabs>();  // shared with the leases of the link
   try {
     link_.reset();
   } catch (...) {
@@ -190,10 +193,11 @@ absl::Status Connection::Hello(int64_t deadline_ms) {
                         absl::StrCat(api::API_MAJOR, ": install client and daemon of one major version"));
     }
     bool tokens = false;
-    admin_elsewhere_ = false;
+    admin_elsewhere_ = maps_blocks_ = false;
     for (const auto feature : reply.getFeatures()) {
       tokens |= feature == "tokens";
       admin_elsewhere_ |= feature == "admin-socket";
+      maps_blocks_ |= feature == "map-blocks";
     }
     if (!tokens && !options_.token.empty()) {
       return absl::UnimplementedError("the daemon is of an earlier version and knows no tokens; connect without one");

@@ -33,6 +33,8 @@
 
 namespace kvmanager::client {
 
+class HostSlabs;
+
 /// The event loop of this thread's connections.
 class ThreadLoop {
  public:
@@ -62,6 +64,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
   uint64_t boot_epoch() const { return boot_epoch_; }
   uint64_t message_bytes_max() const { return message_bytes_max_; }
   const std::string& peer_address() const { return peer_address_; }
+  /// The daemon says where pages lie in its memory: Cache::MapBlocksAsync.
+  bool maps_blocks() const { return maps_blocks_; }
+  /// Of this link. Never nullptr.
+  const std::shared_ptr<HostSlabs>& slabs() const { return slabs_; }
   /// The daemon has Admin on another socket than this one.
   bool admin_elsewhere() const { return admin_elsewhere_; }
 
@@ -98,6 +104,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
   template <typename R, typename Request, typename Read>
   Pending<R> CallLater(Request&& request, Read read, int64_t deadline_ms);
 
+  /// The same where read(response) gives a promise of the result. It is called as soon as the answer is there, by
+  /// whoever drives the loop; the connection lives as long as the promise.
+  template <typename R, typename Request, typename Read>
+  Pending<R> CallOn(Request&& request, Read read, int64_t deadline_ms);
+
   /// Lets go of a capability, or of a call: it is gone on the wire when this returns. Never throws, never blocks; in a
   /// forked child the object is leaked.
   template <typename T>
@@ -114,6 +125,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   absl::Status Hello(int64_t deadline_ms);
   absl::Status FromException(const kj::Exception& e);
   absl::Status Lost() const;
+  /// `promise`, which counts news, to be waited for.
+  template <typename R>
+  Pending<R> Later(kj::Promise<R> promise, int64_t deadline_ms);
   static kj::Exception Caught();
   /// To be attached to what is eagerly evaluated: counts when that is done.
   auto CountNews() {
@@ -131,6 +145,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   uint64_t message_bytes_max_ = kMessageBytesMax;
   std::string peer_address_;
   bool admin_elsewhere_ = false;
+  bool maps_blocks_ = false;
+  std::shared_ptr<HostSlabs> slabs_;  // shared with the link's leases
 };
 
 /// A capability that remembers where it came from. Released, and off the wire, when it is destroyed.
@@ -210,8 +226,8 @@ R Connection::Call(Request&& request, Read read) {
   }
 }
 
-template <typename R, typename Request, typename Read>
-Pending<R> Connection::CallLater(Request&& request, Read read, int64_t deadline_ms) {
+template <typename R>
+Pending<R> Connection::Later(kj::Promise<R> promise, int64_t deadline_ms) {
   class State final : public Pending<R>::State {
    public:
     State(std::shared_ptr<Connection> connection, kj::Promise<R> promise)
@@ -240,16 +256,33 @@ Pending<R> Connection::CallLater(Request&& request, Read read, int64_t deadline_
     std::shared_ptr<Connection> connection_;  // shared: a pending call may outlive its Client
     std::optional<kj::Promise<R>> promise_;
   };
+  auto state = std::make_unique<State>(shared_from_this(), WithDeadline<R>(std::move(promise), deadline_ms));
+  Pump();
+  return Pending<R>(std::move(state));
+}
+
+template <typename R, typename Request, typename Read>
+Pending<R> Connection::CallLater(Request&& request, Read read, int64_t deadline_ms) {
   try {
-    auto state = std::make_unique<State>(
-        shared_from_this(),
-        WithDeadline<R>(request.send()
-                            .attach(CountNews())
-                            .eagerlyEvaluate(nullptr)
-                            .then([read = std::move(read)](auto&& response) mutable -> R { return read(response); }),
-                        deadline_ms));
-    Pump();
-    return Pending<R>(std::move(state));
+    return Later<R>(request.send()
+                        .attach(CountNews())
+                        .eagerlyEvaluate(nullptr)
+                        .then([read = std::move(read)](auto&& response) mutable -> R { return read(response); }),
+                    deadline_ms);
+  } catch (...) {
+    return Ready<R>(FromException(Caught()));
+  }
+}
+
+template <typename R, typename Request, typename Read>
+Pending<R> Connection::CallOn(Request&& request, Read read, int64_t deadline_ms) {
+  try {
+    return Later<R>(
+        request.send()
+            .then([read = std::move(read)](auto&& response) mutable -> kj::Promise<R> { return read(response); })
+            .attach(CountNews())
+            .eagerlyEvaluate(nullptr),
+        deadline_ms);
   } catch (...) {
     return Ready<R>(FromException(Caught()));
   }

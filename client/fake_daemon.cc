@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <memory>
 
@@ -127,6 +128,44 @@ class SequenceServer final : public api::Sequence::Server {
   const uint64_t id_;
 };
 
+class SlabServer final : public api::Slab::Server {
+ public:
+  explicit SlabServer(uint32_t slab) : fd_(::memfd_create("kv_fake_slab", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
+    const std::string bytes(slab == FakeDaemon::kShortSlab ? FakeDaemon::kSlabBytes / 2 : FakeDaemon::kSlabBytes,
+                            char(slab));
+    KJ_REQUIRE(::write(fd_, bytes.data(), bytes.size()) == ssize_t(bytes.size()));
+    const int seals = slab == FakeDaemon::kOpenSlab ? 0 : F_SEAL_SHRINK | F_SEAL_GROW;
+    KJ_SYSCALL(::fcntl(fd_, F_ADD_SEALS, seals));
+    if (slab == FakeDaemon::kBareSlab) fd_ = nullptr;
+  }
+  kj::Maybe<int> getFd() override {
+    if (fd_.get() < 0) return nullptr;
+    return fd_.get();
+  }
+
+ private:
+  kj::AutoCloseFd fd_;
+};
+
+class BlocksLeaseServer final : public api::BlocksLease::Server {
+ public:
+  explicit BlocksLeaseServer(FakeDaemon& daemon) : daemon_(daemon) {
+    daemon_.Change([](auto& seen) { ++seen.leases_alive; });
+  }
+  ~BlocksLeaseServer() {
+    daemon_.Change([](auto& seen) { --seen.leases_alive; });
+  }
+  kj::Promise<void> release(ReleaseContext context) override {
+    const uint32_t corrupt = context.getParams().getCorruptBlock();
+    daemon_.Change([&](auto& seen) { seen.corrupt_block = corrupt; });
+    if (corrupt == 1) context.getResults().initStatus().setCode(14);
+    return kj::READY_NOW;
+  }
+
+ private:
+  FakeDaemon& daemon_;
+};
+
 /// Of one connection.
 struct Arenas {
   std::map<uint32_t, ArenaServer*> by_id;
@@ -193,6 +232,30 @@ class CacheServer final : public api::Cache::Server {
       std::memcpy(arenas_->by_id.at(to.getId())->data() + to.getOffset(),
                   arenas_->by_id.at(from.getId())->data() + from.getOffset(), from.getBytes());
     }
+    return kj::READY_NOW;
+  }
+  kj::Promise<void> readBlocks(ReadBlocksContext context) override {
+    const FakeDaemon::Blocks blocks = daemon_.blocks();
+    const auto data = [](const std::string& bytes) { return kj::StringPtr(bytes.data(), bytes.size()).asBytes(); };
+    auto reply = context.getResults().initReply();
+    reply.setBlocks(blocks.blocks);
+    reply.setBytes(blocks.bytes);
+    reply.setRaw(data(blocks.raw));
+    reply.setPlaces(data(blocks.places));
+    reply.setChecksums(data(blocks.checksums));
+    if (blocks.lease) reply.setLease(kj::heap<BlocksLeaseServer>(daemon_));
+    return kj::READY_NOW;
+  }
+  kj::Promise<void> mapSlab(MapSlabContext context) override {
+    const uint32_t slab = context.getParams().getSlab();
+    daemon_.Change([](auto& seen) { ++seen.slabs_asked; });
+    auto results = context.getResults();
+    if (slab == FakeDaemon::kRefusedSlab) {
+      results.initStatus().setCode(9);
+      return kj::READY_NOW;
+    }
+    results.setSlab(kj::heap<SlabServer>(slab));
+    results.setBytes(FakeDaemon::kSlabBytes);
     return kj::READY_NOW;
   }
   kj::Promise<void> claim(ClaimContext context) override {
@@ -279,6 +342,9 @@ class DaemonServer final : public api::Daemon::Server {
     reply.setBootEpoch(boot_epoch_);
     reply.setMessageBytesMax(daemon_.behaviour().message_bytes_max);
     reply.setPeerAddress("127.0.0.1:7000");
+    const auto& features = daemon_.behaviour().features;
+    auto said = reply.initFeatures(uint(features.size()));
+    for (uint i = 0; i < features.size(); ++i) said.set(i, features[i].c_str());
     return kj::READY_NOW;
   }
   kj::Promise<void> openCache(OpenCacheContext context) override {
@@ -394,7 +460,8 @@ void FakeDaemon::Run(int listening_fd, int stop_fd, uint64_t boot_epoch) {
           *this, boot_epoch,
           io.lowLevelProvider->wrapUnixSocketFd(kj::AutoCloseFd(fd), Flags::ALREADY_CLOEXEC | Flags::ALREADY_NONBLOCK));
       Change([](Seen& seen) { ++seen.connections_open; });
-      auto gone = connection->network.onDisconnect();
+      auto gone = connection->network.onDisconnect().then(
+          [this] { Change([](Seen& seen) { seen.mapped_at_the_end = MappedSlabs(); }); });
       tasks.add(
           gone.attach(kj::mv(connection), kj::defer([this] { Change([](Seen& seen) { --seen.connections_open; }); })));
     }
@@ -418,6 +485,23 @@ void FakeDaemon::Change(const std::function<void(Seen&)>& change) {
   MutexLock lock(mutex_);
   change(seen_);
   changed_.notify_all();
+}
+
+void FakeDaemon::SetBlocks(Blocks blocks) {
+  MutexLock lock(mutex_);
+  blocks_ = std::move(blocks);
+}
+
+FakeDaemon::Blocks FakeDaemon::blocks() const {
+  MutexLock lock(mutex_);
+  return blocks_;
+}
+
+int FakeDaemon::MappedSlabs() {
+  std::ifstream maps("/proc/self/maps");
+  int mapped = 0;
+  for (std::string line; std::getline(maps, line);) mapped += line.find("kv_fake_slab") != std::string::npos;
+  return mapped;
 }
 
 void FakeDaemon::HoldPings(bool on) {

@@ -21,6 +21,7 @@ class FakeDaemon {
     bool silent_hello = false;
     uint64_t message_bytes_max = 32 << 20;
     bool tcp = false;
+    std::vector<std::string> features;
   };
 
   FakeDaemon() : FakeDaemon(Behaviour{}) {}
@@ -42,6 +43,10 @@ class FakeDaemon {
     int sequences_alive = 0;
     int caches_alive = 0;
     int arenas_alive = 0;
+    int leases_alive = 0;        // of blocks
+    int slabs_asked = 0;         // calls of mapSlab
+    uint32_t corrupt_block = 0;  // of the last lease that was released
+    int mapped_at_the_end = 0;   // slabs in this process's memory when a connection ended
     std::string client_name;
     uint32_t last_step_tokens = 0;
     bool purge_all = false;
@@ -56,6 +61,22 @@ class FakeDaemon {
   static constexpr int kHeldLayer = 99;
   static constexpr int kRefusedLayer = 98;  // INVALID_ARGUMENT with field, value and bound
 
+  /// What readBlocks answers from now on, whatever is asked.
+  struct Blocks {
+    uint32_t blocks = 0;
+    uint64_t bytes = 0;
+    std::string raw, places, checksums;
+    bool lease = true;
+  };
+  void SetBlocks(Blocks blocks);
+  Blocks blocks() const;
+  // mapSlab gives slabs of kSlabBytes, of which each byte is the slab's number. Of kRefusedSlab it is
+  // FAILED_PRECONDITION; kBareSlab has no descriptor, kShortSlab half of its bytes, kOpenSlab no seals.
+  static constexpr uint64_t kSlabBytes = 128 << 10;
+  static constexpr uint32_t kRefusedSlab = 100, kBareSlab = 101, kShortSlab = 102, kOpenSlab = 103;
+  /// How many of them this process maps.
+  static int MappedSlabs();
+
   void Change(const std::function<void(Seen&)>& change);
   bool pings_held() const;
   const Behaviour& behaviour() const { return behaviour_; }
@@ -69,6 +90,7 @@ class FakeDaemon {
   mutable std::condition_variable changed_;
   Seen seen_ ABSL_GUARDED_BY(mutex_);
   bool pings_held_ ABSL_GUARDED_BY(mutex_) = false;
+  Blocks blocks_ ABSL_GUARDED_BY(mutex_);
   uint64_t boots_ = 0;
   int stop_fd_ = -1;
   std::thread thread_;

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/host_slabs.h"
+#include "client/mapped_blocks.h"
 
 namespace kvmanager::client {
 namespace {
@@ -285,6 +287,8 @@ class CacheImpl final : public Cache {
   Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) override;
   Pending<absl::StatusOr<ReadResult>> ReadAsync(const ReadBatch& batch) override;
   Pending<absl::StatusOr<ReadBlocksResult>> ReadBlocksAsync(const BlockRange& range) override;
+  Pending<absl::StatusOr<MappedBlocks>> MapBlocksAsync(const BlockRange& range,
+                                                       std::shared_ptr<SlabPinner> pinner) override;
   Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range,
                                                               absl::Span<const uint8_t> raw) override;
   Pending<absl::StatusOr<ExtendOutcome>> ExtendAsync(const ExtendBatch& batch) override;
@@ -375,7 +379,7 @@ class CacheImpl final : public Cache {
   absl::StatusOr<uint64_t> CheckRead(const ReadBatch& batch) const;
 
   /// Bytes of the request, or what is wrong.
-  absl::StatusOr<uint64_t> CheckBlocks(const BlockRange& range, size_t raw_bytes) const;
+  absl::StatusOr<uint64_t> CheckBlocks(const BlockRange& range, size_t raw_bytes, bool may_be_none = false) const;
   static void WriteBlockRange(const BlockRange& range, api::BlocksRequest::Builder request);
 
   Handle<api::Cache::Client> handle_;
@@ -518,10 +522,12 @@ Pending<absl::StatusOr<ReadResult>> CacheImpl::ReadAsync(const ReadBatch& batch)
       handle_.connection().options().deadline_ms);
 }
 
-absl::StatusOr<uint64_t> CacheImpl::CheckBlocks(const BlockRange& range, size_t raw_bytes) const {
+absl::StatusOr<uint64_t> CacheImpl::CheckBlocks(const BlockRange& range, size_t raw_bytes, bool may_be_none) const {
   uint64_t in_line = 0;
   KV_RETURN_IF_ERROR(CheckTensor("pages", range.pages, handle_.connection(), handle_.generation(), &in_line));
-  if (range.pages.arena == nullptr) return InvalidField("pages", "not in an arena", "a range of an arena");
+  if (range.pages.arena == nullptr && !(may_be_none && range.pages.data == nullptr)) {
+    return InvalidField("pages", "not in an arena", "a range of an arena");
+  }
   const uint64_t sent = kMessageOverheadBytes + range.names.size() * kBlockNameBytes + raw_bytes;
   KV_RETURN_IF_ERROR(CheckMessageBytes("blocks", sent, handle_.connection().message_bytes_max()));
   return sent;
@@ -556,6 +562,37 @@ Pending<absl::StatusOr<ReadBlocksResult>> CacheImpl::ReadBlocksAsync(const Block
                                 ToString(reply.getRaw())};
       },
       handle_.connection().options().deadline_ms);
+}
+
+Pending<absl::StatusOr<MappedBlocks>> CacheImpl::MapBlocksAsync(const BlockRange& range,
+                                                                std::shared_ptr<SlabPinner> pinner) {
+  using Result = absl::StatusOr<MappedBlocks>;
+  if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+  Connection& connection = handle_.connection();
+  if (!connection.address().is_unix) {
+    return Ready<Result>(absl::FailedPreconditionError("the daemon's memory is mapped over Unix sockets only"));
+  }
+  if (!connection.maps_blocks()) {
+    return Ready<Result>(
+        absl::UnimplementedError("the daemon does not let its memory be mapped: it lacks the feature map-blocks"));
+  }
+  const auto bytes = CheckBlocks(range, 0, /*may_be_none=*/true);
+  if (!bytes.ok()) return Ready<Result>(bytes.status());
+  connection.slabs()->PinWith(std::move(pinner));
+  auto call = handle_.cap().readBlocksRequest(capnp::MessageSize{*bytes / sizeof(capnp::word), 0});
+  auto request = call.initRequest();
+  WriteBlockRange(range, request);
+  request.setMapped(true);
+  const CacheOptions& o = description_.options;
+  return client::MapBlocks(handle_.shared_connection(), handle_.cap(), std::move(call),
+                           {.names = range.names.size(),
+                            .layers = uint64_t(o.layers),
+                            .raw_page_bytes = PageLayout{.dtype = o.dtype,
+                                                         .kv_heads = uint16_t(o.kv_heads),
+                                                         .head_dim = uint16_t(o.head_dim),
+                                                         .page_tokens = uint16_t(o.page_tokens)}
+                                                  .raw_bytes(),
+                            .range = range.pages});
 }
 
 Pending<absl::StatusOr<WriteBlocksResult>> CacheImpl::WriteBlocksAsync(const BlockRange& range,
@@ -638,6 +675,16 @@ absl::StatusOr<CreatedSequence> Cache::CreateSequence(absl::Span<const BlockName
   KV_ASSIGN_OR_RETURN(auto created,
                       CreateSequences(absl::MakeConstSpan(&prefix, 1), absl::MakeConstSpan(&prompt_tokens, 1)));
   return std::move(created.front());
+}
+
+absl::Status BlocksLease::Release(std::optional<uint32_t> corrupt_block) { return ReleaseAsync(corrupt_block).Wait(); }
+
+Pending<absl::StatusOr<MappedBlocks>> Cache::MapBlocksAsync(const BlockRange&, std::shared_ptr<SlabPinner>) {
+  return Ready<absl::StatusOr<MappedBlocks>>(absl::UnimplementedError("this client maps no blocks"));
+}
+
+absl::StatusOr<MappedBlocks> Cache::MapBlocks(const BlockRange& range, std::shared_ptr<SlabPinner> pinner) {
+  return MapBlocksAsync(range, std::move(pinner)).Wait();
 }
 
 std::unique_ptr<Cache> MakeCache(std::shared_ptr<Connection> connection, api::Cache::Client cap,

@@ -152,6 +152,19 @@ KVM_API int kvm_read_async(kvm_object* cache, int32_t layer, const kvm_entry* en
  * block and layer: 1 where the page is raw. */
 KVM_API int kvm_read_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks,
                                   const kvm_tensor* pages, kvm_object** pending);
+/* The same without copying what lies in the daemon's memory that this process may map (client/client.h,
+ * MapBlocksAsync); `pages`, which may be none, has the other pages. device: this process's GPU, by its number here, for
+ * which mapped memory is pinned, the first that a client names; -1: none. Makes the blocks, which hold their pages
+ * until they are closed. values as above. Text: empty; once, where memory could not be pinned, {"unpinned": why}. */
+KVM_API int kvm_map_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks,
+                                 const kvm_tensor* pages, int32_t device, kvm_object** pending);
+/* [count], blocks times layers: where pages begin, the XXH3-64 that their bytes should have, and 1 where they are raw.
+ * The arrays stay until kvm_release. */
+KVM_API int kvm_mapped_pages(kvm_object* mapped, const uint64_t** addresses, const uint64_t** checksums,
+                             const uint8_t** raw, uint64_t* count);
+/* When they were copied, and before they are closed: whether they were held all the time, else UNAVAILABLE.
+ * corrupt_block: the one whose bytes had not their checksum, or UINT32_MAX. values: 0. */
+KVM_API int kvm_release_blocks_async(kvm_object* mapped, uint32_t corrupt_block, kvm_object** pending);
 /* raw: [blocks][layers]. values: written, present, 0. */
 KVM_API int kvm_write_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks,
                                    const uint8_t* raw, uint64_t raw_bytes, const kvm_tensor* pages,
@@ -160,8 +173,10 @@ KVM_API int kvm_write_blocks_async(kvm_object* cache, uint32_t first, const uint
 /* Encodes and decodes pages of the cache's codec in this process, between raw pages [K,
  * V][kv_heads][page_tokens][head_dim] and what kvm_read_blocks_async reads. device: this process's GPU, by its number
  * here, or -1: the CPU. calibration_dir: where the artifact lies that the codec names. UNAVAILABLE: the codec has no
- * kernels for that GPU. Text: {"raw_bytes", "page_bytes": [layers], "identity": false, "sink_tokens", "raw_layers":
- * [layers, or none]}. */
+ * kernels for that GPU. Text: {"raw_bytes", "page_bytes": [layers], "identity": false, "copies": true, "sink_tokens",
+ * "raw_layers": [layers, or none]}. A codec with one form (identity) encodes and decodes nothing, and is made for any
+ * GPU; where that is none that is used here, "copies" is false, and kvm_copy_pages and kvm_hash_pages are UNAVAILABLE.
+ */
 KVM_API int kvm_create_page_codec(kvm_object* cache, const char* calibration_dir, size_t calibration_dir_bytes,
                                   int32_t device, kvm_object** codec);
 typedef struct {
@@ -183,6 +198,16 @@ typedef struct {
 KVM_API int kvm_encode_pages(kvm_object* codec, const kvm_encode_item* items, uint32_t count, uint32_t* declined,
                              void* stream);
 KVM_API int kvm_decode_pages(kvm_object* codec, const kvm_decode_item* items, uint32_t count, void* stream);
+/* Copies `count` pages from host memory (from[i], of bytes[i]) to `to`, one behind the other, each from the next
+ * multiple of 64 on, as kvm_read_blocks_async has them. Pages that lie so already are one copy, with what is between
+ * them; runs: how many copies, or NULL. On a GPU on `stream`, and the arrays are read on return; on the CPU it is done
+ * then. */
+KVM_API int kvm_copy_pages(kvm_object* codec, const uint64_t* from, const uint64_t* bytes, uint32_t count, void* to,
+                           void* stream, uint64_t* runs);
+/* out: [count] XXH3-64 of the bytes[i] bytes at addresses[i]. On a GPU on `stream`, of its memory or pinned memory, and
+ * to such: at least 241 and less than 4 GiB each, from a multiple of 16 on. On the CPU it is done on return. */
+KVM_API int kvm_hash_pages(kvm_object* codec, const uint64_t* addresses, const uint64_t* bytes, uint32_t count,
+                           uint64_t* out, void* stream);
 
 /* A call under way. Closing it, or releasing it, cancels the call. */
 KVM_API int kvm_ready(kvm_object* pending, int* ready);

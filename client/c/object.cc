@@ -120,6 +120,8 @@ const char* NameOf(Kind kind) {
       return "hand-off";
     case Kind::kRun:
       return "in-process run";
+    case Kind::kMappedBlocks:
+      return "mapped blocks";
     case Kind::kPageCodec:
       return "page codec";
     case Kind::kSequence:

@@ -73,11 +73,23 @@ struct ArenaObject;
 struct Session {
   std::shared_ptr<Owner> owner;
   std::unordered_set<kvm_object*> live;
-  std::vector<ArenaObject*> arenas;  // of them; what tensors are looked up in
+  std::vector<ArenaObject*> arenas;    // of them; what tensors are looked up in
+  std::shared_ptr<SlabPinner> pinner;  // of the first GPU that blocks were mapped for; shared with the connection
 };
 
 /// How the owner's objects are closed with their client: what uses others goes first.
-enum class Kind : uint8_t { kPending, kHandOff, kRun, kPageCodec, kSequence, kCache, kArena, kDevice, kClient };
+enum class Kind : uint8_t {
+  kPending,
+  kHandOff,
+  kRun,
+  kMappedBlocks,
+  kPageCodec,
+  kSequence,
+  kCache,
+  kArena,
+  kDevice,
+  kClient
+};
 const char* NameOf(Kind kind);
 
 }  // namespace kvmanager::client::c
@@ -149,6 +161,7 @@ struct ClientObject final : Object<Kind::kClient, Client> {
   using Object::Object;
   void Drop() override {
     Object::Drop();
+    session->pinner.reset();
     session->owner->LetGo();
   }
 };
@@ -227,6 +240,15 @@ struct Done {
   uint64_t values[3] = {};
   kvm_object* made = nullptr;
   std::string text;
+};
+
+/// Blocks that are held where they lie, and what was said of their pages.
+struct MappedBlocksObject final : kvm_object {
+  static constexpr Kind kKind = Kind::kMappedBlocks;
+  MappedBlocksObject(std::shared_ptr<Session> of, MappedBlocks made)
+      : kvm_object(kKind, std::move(of)), blocks(std::move(made)) {}
+  void Drop() override { blocks.lease.reset(); }
+  MappedBlocks blocks;
 };
 
 struct PendingObject : kvm_object {

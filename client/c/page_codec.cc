@@ -1,5 +1,8 @@
 // Pages of a cache, encoded and decoded in this process.
+#include <cstring>
+#include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -9,6 +12,8 @@
 #include "codecs/builtin.h"
 #include "codecs/codec.h"
 #include "kvmanager/base/aligned_buffer.h"
+#include "kvmanager/base/checksum.h"
+#include "kvmanager/memory/page_hash.h"
 
 namespace kvmanager::client::c {
 
@@ -59,9 +64,21 @@ struct PageCodecObject final : kvm_object {
   std::optional<LocalCodecs> codecs;
   std::shared_ptr<const Codec> codec;
   AlignedBuffer workspace;                    // of the CPU
-  std::unique_ptr<Device> device;             // nullptr: the CPU
+  bool on_device = false;                     // else the CPU
+  std::unique_ptr<Device> device;             // nullptr: the CPU, or device_error says why
+  absl::Status device_error;                  // of a codec with one form
   std::unique_ptr<DeviceCodec> device_codec;  // nullptr: the CPU, or a codec with one form
 };
+
+constexpr uint64_t kPageAlign = 64;  // api/kvmanager.capnp, BlocksRequest
+
+uint64_t Aligned(uint64_t bytes) { return (bytes + kPageAlign - 1) / kPageAlign * kPageAlign; }
+
+/// Makes the codec's GPU the thread's.
+absl::Status UseDevice(const PageCodecObject& object) {
+  KV_RETURN_IF_ERROR(object.device_error);
+  return object.device->Use();
+}
 
 template <typename F>
 int Ask(kvm_object* object, F f) {
@@ -99,7 +116,7 @@ absl::Status ForEachRun(const DeviceCodec& codec, const Item* items, uint32_t co
 
 CUstream_st* StreamOf(void* stream) { return static_cast<CUstream_st*>(stream); }
 
-nlohmann::json DescribePages(const Codec& codec, int layers) {
+nlohmann::json DescribePages(const Codec& codec, int layers, bool copies) {
   const CodecInfo& info = codec.info();
   nlohmann::json page_bytes = nlohmann::json::array(), raw_layers = nlohmann::json::array();
   for (int layer = 0; layer < layers; ++layer) {
@@ -109,6 +126,7 @@ nlohmann::json DescribePages(const Codec& codec, int layers) {
   return {{"raw_bytes", codec.layout().raw_bytes()},
           {"page_bytes", page_bytes},
           {"identity", info.identity},
+          {"copies", copies},
           {"sink_tokens", info.sink_tokens},
           {"raw_layers", raw_layers}};
 }
@@ -131,20 +149,25 @@ int kvm_create_page_codec(kvm_object* cache, const char* calibration_dir, size_t
     auto made = std::make_unique<PageCodecObject>(of->session, std::string(calibration_dir, calibration_dir_bytes),
                                                   options.layers);
     KV_ASSIGN_OR_RETURN(made->codec, made->codecs->Create(options));
-    if (device >= 0 && !made->codec->info().identity) {
-      KV_ASSIGN_OR_RETURN(made->device, Device::Open(device));
-      KV_RETURN_IF_ERROR(made->device->Use());
-      made->device_codec = made->codec->NewDeviceCodec();
-      if (made->device_codec == nullptr) {
-        return absl::UnavailableError(
-            absl::StrCat("codec ", made->codec->info().spec, " has no kernels for a GPU here"));
+    if (device >= 0) {
+      made->on_device = true;
+      auto opened = Device::Open(device);
+      if (opened.ok()) made->device = *std::move(opened);
+      made->device_error = opened.status();
+      if (!made->codec->info().identity) {
+        KV_RETURN_IF_ERROR(UseDevice(*made));
+        made->device_codec = made->codec->NewDeviceCodec();
+        if (made->device_codec == nullptr) {
+          return absl::UnavailableError(
+              absl::StrCat("codec ", made->codec->info().spec, " has no kernels for a GPU here"));
+        }
       }
-    } else if (device < 0) {
+    } else {
       KV_ASSIGN_OR_RETURN(
           made->workspace,
           AlignedBuffer::Make("workspace", std::max<size_t>(made->codec->encode_workspace_bytes(), 64)));
     }
-    Leave(Text(DescribePages(*made->codec, options.layers)));
+    Leave(Text(DescribePages(*made->codec, options.layers, made->device_error.ok())));
     *codec = made.release();
     return absl::OkStatus();
   });
@@ -188,6 +211,52 @@ int kvm_decode_pages(kvm_object* codec, const kvm_decode_item* items, uint32_t c
     }
     object.codec->Decode(on_cpu);
     return absl::OkStatus();
+  });
+}
+
+int kvm_copy_pages(kvm_object* codec, const uint64_t* from, const uint64_t* bytes, uint32_t count, void* to,
+                   void* stream, uint64_t* runs) {
+  return Ask(codec, [&](PageCodecObject& object) -> absl::Status {
+    if (object.on_device) KV_RETURN_IF_ERROR(UseDevice(object));
+    auto* at = static_cast<uint8_t*>(to);
+    uint64_t copies = 0;
+    for (uint32_t begin = 0, end = 0; begin < count; begin = end) {
+      uint64_t size = bytes[begin], next = Aligned(size);
+      for (end = begin + 1; end < count && from[end] == from[begin] + next; ++end) {
+        size = next + bytes[end];
+        next += Aligned(bytes[end]);
+      }
+      const auto* const source = reinterpret_cast<const void*>(from[begin]);
+      if (object.on_device) {
+        KV_RETURN_IF_ERROR(object.device->EnqueueCopy(StreamOf(stream), at, source, size));
+      } else {
+        std::memcpy(at, source, size);
+      }
+      at += next;
+      ++copies;
+    }
+    if (runs != nullptr) *runs = copies;
+    return absl::OkStatus();
+  });
+}
+
+int kvm_hash_pages(kvm_object* codec, const uint64_t* addresses, const uint64_t* bytes, uint32_t count, uint64_t* out,
+                   void* stream) {
+  return Ask(codec, [&](PageCodecObject& object) -> absl::Status {
+    if (!object.on_device) {
+      for (uint32_t i = 0; i < count; ++i) out[i] = Checksum(reinterpret_cast<const void*>(addresses[i]), bytes[i]);
+      return absl::OkStatus();
+    }
+    KV_RETURN_IF_ERROR(UseDevice(object));
+    constexpr uint64_t kBytesMax = std::numeric_limits<uint32_t>::max();
+    std::vector<PageBytes> pages(count);
+    for (uint32_t i = 0; i < count; ++i) {
+      if (bytes[i] > kBytesMax) {
+        return InvalidField(absl::StrCat("bytes[", i, "]"), bytes[i], absl::StrCat("at most ", kBytesMax));
+      }
+      pages[i] = {reinterpret_cast<const uint8_t*>(addresses[i]), static_cast<uint32_t>(bytes[i])};
+    }
+    return EnqueuePageHashes(pages, out, StreamOf(stream));
   });
 }
 

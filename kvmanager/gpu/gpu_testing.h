@@ -32,7 +32,8 @@ class FakeDevice final : public Device {
   absl::Status Use() const override { return absl::OkStatus(); }
   absl::StatusOr<uint64_t> FreeBytes() const override { return 0; }
   absl::Status PinHost(uint8_t*, size_t) const override { return absl::OkStatus(); }
-  void UnpinHost(uint8_t*) const override {}
+  absl::Status PinHostForReading(const uint8_t*, size_t) const override { return absl::OkStatus(); }
+  void UnpinHost(const uint8_t*) const override {}
   absl::StatusOr<CUstream_st*> NewStream(StreamPriority) const override {
     return reinterpret_cast<CUstream_st*>(++streams_);
   }

@@ -178,9 +178,16 @@ class CudaDevice final : public Device {
     return CudaStatus(cudaHostRegister(data, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
                       "cudaHostRegister");
   }
-  void UnpinHost(uint8_t* data) const override {
+  absl::Status PinHostForReading(const uint8_t* data, size_t bytes) const override {
+    KV_RETURN_IF_ERROR(Use());
+    const cudaError_t error =
+        cudaHostRegister(const_cast<uint8_t*>(data), bytes, cudaHostRegisterPortable | cudaHostRegisterReadOnly);
+    if (error != cudaSuccess) cudaGetLastError();  // who pins goes on without
+    return CudaStatus(error, "cudaHostRegister");
+  }
+  void UnpinHost(const uint8_t* data) const override {
     // On an error the context is gone, and the pinning with it.
-    if (Use().ok() && cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
+    if (Use().ok() && cudaHostUnregister(const_cast<uint8_t*>(data)) != cudaSuccess) cudaGetLastError();
   }
 
   absl::StatusOr<CUstream_st*> NewStream(StreamPriority priority) const override {
@@ -231,7 +238,7 @@ class CudaDevice final : public Device {
   }
   absl::Status EnqueueCopy(CUstream_st* stream, void* to, const void* from, size_t bytes) const override {
     KV_RETURN_IF_ERROR(Use());
-    return CudaStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+    return CudaStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
   }
   absl::Status EnqueueRelease(CUstream_st* stream, const void* counter, uint64_t epoch) const override {
     return EnqueueWrite(stream, counter, epoch);

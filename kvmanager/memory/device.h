@@ -67,7 +67,9 @@ class Device {
 
   /// Pins host memory (whole pages of it) so that kernels can use its own addresses, and undoes that.
   virtual absl::Status PinHost(uint8_t* data, size_t bytes) const = 0;
-  virtual void UnpinHost(uint8_t* data) const = 0;
+  /// The same for memory that this process has mapped for reading: copies read it, kernels may not.
+  virtual absl::Status PinHostForReading(const uint8_t* data, size_t bytes) const = 0;
+  virtual void UnpinHost(const uint8_t* data) const = 0;
 
   /// More streams. How many streams can wait at once without holding up others:
   /// kConnectionsMax, if it was allowed (AllowManyStreams).
@@ -85,7 +87,8 @@ class Device {
   virtual absl::Status EnqueueWrite(CUstream_st* stream, const void* word, uint64_t value) const = 0;
   /// What comes later on `stream` waits for all work on `leader` so far.
   virtual absl::Status Follow(CUstream_st* stream, CUstream_st* leader) const = 0;
-  /// Between two places of this device's memory that do not overlap.
+  /// To a place of this device's memory from another of it, which do not overlap, or from host memory: where that is
+  /// not pinned, it may have been read by the time that this returns.
   virtual absl::Status EnqueueCopy(CUstream_st* stream, void* to, const void* from, size_t bytes) const = 0;
   /// After all work on `stream` so far, stores `epoch` to a ReleaseCounter's word in pinned host memory.
   virtual absl::Status EnqueueRelease(CUstream_st* stream, const void* counter, uint64_t epoch) const = 0;
