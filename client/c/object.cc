@@ -121,7 +121,7 @@ const char* NameOf(Kind kind) {
     case Kind::kRun:
       return "in-process run";
     case Kind::kMappedBlocks:
-      return "mapped blocks";
+      return "lease of blocks";
     case Kind::kPageCodec:
       return "page codec";
     case Kind::kSequence:

@@ -152,8 +152,8 @@ int kvm_create_page_codec(kvm_object* cache, const char* calibration_dir, size_t
     if (device >= 0) {
       made->on_device = true;
       auto opened = Device::Open(device);
-      if (opened.ok()) made->device = *std::move(opened);
       made->device_error = opened.status();
+      if (opened.ok()) made->device = *std::move(opened);
       if (!made->codec->info().identity) {
         KV_RETURN_IF_ERROR(UseDevice(*made));
         made->device_codec = made->codec->NewDeviceCodec();

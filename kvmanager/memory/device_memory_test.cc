@@ -412,6 +412,34 @@ TEST_F(DeviceMemoryTest, AProcessKilledUnderALongKernelWritesNothingOnceItIsGone
   EXPECT_TRUE(pool->CanAllocate(2, kSlabBytes, 1));
 }
 
+TEST_F(DeviceMemoryTest, CopiesComeFromMemoryThatIsMappedForReading) {
+  constexpr size_t kBytes = 4 << 20;
+  Region::Options options;
+  options.bytes = kBytes;
+  options.sharing = Region::Sharing::kReadOnly;
+  auto written = Region::Create(options);
+  ASSERT_TRUE(written.ok()) << written.status();
+  std::memset((*written)->data(), 0x77, kBytes);
+  auto mapped = Region::Map(dup((*written)->fd()), kBytes, /*writable=*/false);
+  ASSERT_TRUE(mapped.ok()) << mapped.status();
+  EXPECT_FALSE(device_->PinHost((*mapped)->data(), kBytes).ok());
+  cudaGetLastError();
+  ASSERT_EQ(device_->PinHostForReading((*mapped)->data(), kBytes), absl::OkStatus());
+  EXPECT_FALSE(device_->PinHostForReading((*mapped)->data(), kBytes).ok());  // it is
+  DeviceBytes memory(kBytes);
+  ASSERT_EQ(device_->EnqueueCopy(device_->service_stream(), memory.as<uint8_t>(), (*mapped)->data(), kBytes),
+            absl::OkStatus());
+  ASSERT_CUDA(cudaStreamSynchronize(device_->service_stream()));
+  EXPECT_EQ(CountOthers(memory.as<uint8_t>(), kBytes, 0x77), 0);
+  device_->UnpinHost((*mapped)->data());
+  // Not pinned it is copied as well.
+  std::memset((*written)->data(), 0x78, kBytes);
+  ASSERT_EQ(device_->EnqueueCopy(device_->service_stream(), memory.as<uint8_t>(), (*mapped)->data(), kBytes),
+            absl::OkStatus());
+  ASSERT_CUDA(cudaStreamSynchronize(device_->service_stream()));
+  EXPECT_EQ(CountOthers(memory.as<uint8_t>(), kBytes, 0x78), 0);
+}
+
 TEST_F(DeviceMemoryTest, ReleasesComeInStreamOrderFromThisAndAnotherProcess) {
   Region::Options options;
   options.bytes = sizeof(ReleaseCounter);

@@ -14,7 +14,7 @@ Neither numpy nor torch is needed: tensors of both, and whatever has __dlpack__,
 """
 
 from .arena import Arena, ArenaTensor
-from .cache import Cache, Claimed, Entries, HandOff, Sequence
+from .cache import BlocksMapped, Cache, Claimed, Entries, HandOff, Sequence
 from .client import Client, connect
 from .device import Device, InProcess, allow_many_streams
 from .errors import (
@@ -68,6 +68,7 @@ __all__ = [
     "Arena",
     "ArenaTensor",
     "BlockNames",
+    "BlocksMapped",
     "BlocksRead",
     "BlocksWritten",
     "Cache",

@@ -87,9 +87,16 @@ _CALLS = {
     "kvm_write_blocks_async": [
         c_void_p, c_uint32, c_char_p, c_uint32, c_char_p, c_uint64, POINTER(TensorRange), _OBJECT
     ],
+    "kvm_map_blocks_async": [
+        c_void_p, c_uint32, c_char_p, c_uint32, POINTER(TensorRange), c_int32, _OBJECT
+    ],
+    "kvm_mapped_pages": [c_void_p, _OBJECT, _OBJECT, _OBJECT, POINTER(c_uint64)],
+    "kvm_release_blocks_async": [c_void_p, c_uint32, _OBJECT],
     "kvm_create_page_codec": [c_void_p, c_char_p, c_size_t, c_int32, _OBJECT],
     "kvm_encode_pages": [c_void_p, c_void_p, c_uint32, c_void_p, c_void_p],
     "kvm_decode_pages": [c_void_p, c_void_p, c_uint32, c_void_p],
+    "kvm_copy_pages": [c_void_p, c_void_p, c_void_p, c_uint32, c_void_p, c_void_p, POINTER(c_uint64)],
+    "kvm_hash_pages": [c_void_p, c_void_p, c_void_p, c_uint32, c_void_p, c_void_p],
     "kvm_ready": [c_void_p, POINTER(c_int)],
     "kvm_wait": [c_void_p, c_void_p, _OBJECT],
     "kvm_output_factors": [c_void_p, c_int32, c_void_p, c_uint64, POINTER(c_int)],

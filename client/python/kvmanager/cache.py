@@ -5,7 +5,9 @@ from __future__ import annotations
 import array
 import ctypes
 import hashlib
+import json
 import struct
+import warnings
 from ctypes import byref, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any, Iterable, Literal, NamedTuple, SupportsIndex, overload
 
@@ -323,6 +325,31 @@ class Cache(Handle):
 
         return Pending(pending.value, finish, (pages, self))
 
+    def map_blocks_async(
+        self, names: BlockNames, pages: ArenaTensor | None = None, first: int = 0, device: int = -1
+    ) -> Pending[BlocksMapped]:
+        """read_blocks without copying what lies in the daemon's memory that this process may map: its addresses are given
+        instead, and the pages held there meanwhile. `pages` gets the others; without it, blocks end at the first of these.
+        device: this process's GPU, by its number here, for which mapped memory is pinned (the first that a client names;
+        0.06 s a GiB, once); -1: none. RuntimeWarning, once: it cannot be pinned, and copies are slower.
+
+        UnimplementedError: the daemon lacks the feature "map-blocks". FailedPreconditionError: no Unix socket, or memory
+        that is not to be mapped (any more). Of both, use read_blocks_async."""
+        place, pending = None if pages is None else _range_of(pages), c_void_p()
+        first, device = integer("first", first, 0, _UINT32_MAX), integer("device", device, -1, _INT32_MAX)
+        call = lib.kvm_map_blocks_async
+        check(call(self._object, first, _names(names).data, len(names), place, device, byref(pending)))
+
+        def finish(values: Any, made: Any) -> BlocksMapped:
+            said = _lib.text()
+            mapped = BlocksMapped((pages, self), made, values[0], _reason(values[1]), values[2])
+            if said:
+                why = json.loads(said)["unpinned"]
+                warnings.warn(f"the daemon's memory could not be pinned for the GPU, copies are slower: {why}", RuntimeWarning)
+            return mapped
+
+        return Pending(pending.value, finish, (pages, self))
+
     def write_blocks(self, names: BlockNames, raw: bytes, pages: ArenaTensor, first: int = 0) -> BlocksWritten:
         """Stores and names the blocks of `names` that the daemon does not have, from `pages`, where they lie as in
         read_blocks. raw: [names][layers], 1 where a page is raw, else 0. The daemon checks its own copy of what it takes:
@@ -472,6 +499,45 @@ class Sequence(Handle):
             return HandOff(self, made, bytes.fromhex(said["ticket"]), said["peer"])
 
         return Pending(pending.value, finish)
+
+
+class BlocksMapped(Handle):
+    """Blocks whose pages lie where they are, until this is closed or let go, or release_async() is answered.
+
+    blocks: from the first name on. reason: why no more, one of MISS_REASONS; "none": all were, or no more fit. nbytes: of
+    `pages` that pages take which are copied there. Of each page, [blocks][layers]: raw, 1 where it is raw, else 0;
+    addresses, where it begins, a multiple of 64, in memory that can be read alone; checksums, the XXH3-64 that its bytes
+    should have: the daemon has not compared them. Both are arrays of 64 bits that numpy.frombuffer and torch.frombuffer
+    take as they are.
+
+    The addresses are valid until the client is closed, which waits for no GPU. PageCodec.copy_pages copies from them,
+    PageCodec.hash_pages compares. It belongs to its client's thread."""
+
+    __slots__ = ("blocks", "reason", "nbytes", "raw", "addresses", "checksums", "_keep")
+
+    def __init__(self, keep: object, address: int, blocks: int, reason: str, nbytes: int) -> None:
+        super().__init__(address)
+        self._keep = keep
+        self.blocks = blocks
+        self.reason = reason
+        self.nbytes = nbytes
+        addresses, checksums, raw, count = c_void_p(), c_void_p(), c_void_p(), c_uint64()
+        check(lib.kvm_mapped_pages(address, byref(addresses), byref(checksums), byref(raw), byref(count)))
+        pages = count.value
+        self.raw = ctypes.string_at(raw, pages) if pages else b""
+        self.addresses = (c_uint64 * pages)()
+        self.checksums = (c_uint64 * pages)()
+        ctypes.memmove(self.addresses, addresses, 8 * pages)
+        ctypes.memmove(self.checksums, checksums, 8 * pages)
+
+    def release_async(self, corrupt_block: int | None = None) -> Pending[None]:
+        """Gives the pages back, once they were copied: they were held all the time. UnavailableError: they were not, and
+        what was copied is of no use. corrupt_block: of those that were mapped, one whose bytes had not their checksums;
+        the daemon compares it itself, and forgets it if that is so."""
+        pending = c_void_p()
+        corrupt = _UINT32_MAX if corrupt_block is None else integer("corrupt_block", corrupt_block, 0, _UINT32_MAX - 1)
+        check(lib.kvm_release_blocks_async(self._object, corrupt, byref(pending)))
+        return Pending(pending.value, lambda values, made: None, self)
 
 
 class HandOff(Handle):

@@ -1,4 +1,5 @@
-"""Pages of a cache, encoded and decoded in this process: what Cache.read_blocks reads and Cache.write_blocks writes.
+"""Pages of a cache, encoded and decoded in this process: what Cache.read_blocks reads, Cache.map_blocks_async maps and
+Cache.write_blocks writes.
 
     codec = kv.PageCodec(cache, device=torch.cuda.current_device())
     codec.encode(items, declined, stream)
@@ -7,7 +8,7 @@ A raw page is [K, V][kv_heads][page_tokens][head_dim] of the cache's dtype. Addr
 
 from __future__ import annotations
 
-from ctypes import byref, c_void_p
+from ctypes import byref, c_uint64, c_void_p
 from typing import Any
 
 from . import _lib
@@ -23,11 +24,12 @@ PAGE_ALIGN = 64  # of pages in a range of read_blocks and write_blocks
 class PageCodec(Handle):
     """Made from a cache that is open, for this process's GPU `device`, or the CPU (-1).
 
-    identity: pages are stored raw, and neither encode nor decode may be called. raw_bytes: of a raw page; page_bytes: of
+    identity: pages are stored raw, and neither encode nor decode may be called. copies: copy_pages and hash_pages may be;
+    False of identity alone, where this GPU is none of those that are used here. raw_bytes: of a raw page; page_bytes: of
     an encoded page of each layer. UnavailableError: the codec has no kernels for that GPU. calibration_dir: where the
     artifact lies that the codec names. It belongs to its client's thread."""
 
-    __slots__ = ("cache", "device", "raw_bytes", "page_bytes", "identity", "sink_tokens", "raw_layers")
+    __slots__ = ("cache", "device", "raw_bytes", "page_bytes", "identity", "copies", "sink_tokens", "raw_layers")
 
     def __init__(self, cache: Cache, device: int = -1, calibration_dir: str = "") -> None:
         super().__init__(None)
@@ -40,6 +42,7 @@ class PageCodec(Handle):
         self.raw_bytes: int = said["raw_bytes"]
         self.page_bytes: list[int] = said["page_bytes"]
         self.identity: bool = said["identity"]
+        self.copies: bool = said["copies"]
         self.sink_tokens: int = said["sink_tokens"]
         self.raw_layers: list[bool] = said["raw_layers"]
 
@@ -58,6 +61,22 @@ class PageCodec(Handle):
     def decode(self, items: int, count: int, stream: int = 0) -> None:
         """items: address of [count] items of DECODE_ITEM_BYTES, as encode's."""
         check(lib.kvm_decode_pages(self._object, items, count, stream))
+
+    def copy_pages(self, sources: int, nbytes: int, count: int, to: int, stream: int = 0) -> int:
+        """Copies pages from host memory to `to`, one behind the other, each from the next multiple of PAGE_ALIGN bytes on,
+        as read_blocks has them. sources, nbytes: addresses of [count] u64 each, where a page begins and its size; both are
+        read when this returns. Pages that lie so already are copied at once, with what is between them: how many copies
+        were made is returned. On a GPU `to` is its memory and the copies are only begun, on `stream`; on the CPU they are
+        done. UnavailableError: not `copies`."""
+        runs = c_uint64()
+        check(lib.kvm_copy_pages(self._object, sources, nbytes, count, to, stream, byref(runs)))
+        return runs.value
+
+    def hash_pages(self, addresses: int, nbytes: int, count: int, out: int, stream: int = 0) -> None:
+        """The XXH3-64 of pages, as the daemon keeps them. addresses, nbytes: of [count] u64 each, read when this returns;
+        out: of [count] u64. On a GPU on `stream`: pages and `out` are in its memory or pinned memory, pages from a multiple
+        of 16 on and of at least 241 bytes. On the CPU it is done when this returns. UnavailableError: not `copies`."""
+        check(lib.kvm_hash_pages(self._object, addresses, nbytes, count, out, stream))
 
 
 __all__ = ["DECODE_ITEM_BYTES", "ENCODE_ITEM_BYTES", "PAGE_ALIGN", "PageCodec"]

@@ -197,6 +197,107 @@ class Blocks(unittest.TestCase):
             self.pages.codec.encode(item.ctypes.data, 1, declined.ctypes.data)
         self.assertEqual(raised.exception.field, "items[0].layer")
 
+    # Pages that are copied by this process.
+
+    def test_pages_that_lie_as_they_will_are_one_copy(self) -> None:
+        self.open("raw")
+        codec, source, target = self.pages.codec, aligned(4096), aligned(4096)
+        source[:] = numpy.random.default_rng(1).integers(0, 256, len(source), numpy.uint8)
+        # Each behind the one before it but the third, whose place is taken, and the fifth, which leaves a gap.
+        begins, sizes = [0, 128, 1024, 1344, 1792], [100, 128, 300, 64, 65]
+        sources = numpy.array([source.ctypes.data + begin for begin in begins], numpy.uint64)
+        nbytes = numpy.array(sizes, numpy.uint64)
+        runs = codec.copy_pages(sources.ctypes.data, nbytes.ctypes.data, len(sizes), target.ctypes.data)
+        self.assertEqual(runs, 3)
+        at = 0
+        for begin, size in zip(begins, sizes):
+            numpy.testing.assert_array_equal(target[at : at + size], source[begin : begin + size])
+            at += -(-size // PAGE_ALIGN) * PAGE_ALIGN
+        self.assertFalse(target[at:].any())
+        self.assertEqual(codec.copy_pages(0, 0, 0, 0), 0)
+
+    def test_hashes_are_the_daemons(self) -> None:
+        self.open("raw")
+        self.assertTrue(self.pages.codec.copies)
+        page = numpy.arange(256, dtype=numpy.uint8)
+        address, nbytes = numpy.array([page.ctypes.data] * 2, numpy.uint64), numpy.array([256, 0], numpy.uint64)
+        got = numpy.zeros(2, numpy.uint64)
+        self.pages.codec.hash_pages(address.ctypes.data, nbytes.ctypes.data, 2, got.ctypes.data)
+        self.assertEqual(got.tolist(), [0x9408A4433B952D71, 0x2D06800538D394C2])  # of xxHash itself
+
+    # Pages that stay in the daemon's memory.
+
+    def copy(self, mapped: kv.BlocksMapped) -> tuple[bytes, list[int]]:
+        """The pages as read_blocks has them, and their checksums."""
+        codec, layers = self.pages.codec, self.cache.options.layers
+        sizes = [codec.raw_bytes if raw else codec.page_bytes[i % layers] for i, raw in enumerate(mapped.raw)]
+        addresses, nbytes = numpy.frombuffer(mapped.addresses, numpy.uint64), numpy.array(sizes, numpy.uint64)
+        target = aligned(sum(-(-size // PAGE_ALIGN) * PAGE_ALIGN for size in sizes))
+        codec.copy_pages(addresses.ctypes.data, nbytes.ctypes.data, len(sizes), target.ctypes.data)
+        got = numpy.zeros(len(sizes), numpy.uint64)
+        codec.hash_pages(addresses.ctypes.data, nbytes.ctypes.data, len(sizes), got.ctypes.data)
+        return target.tobytes(), got.tolist()
+
+    def test_mapped_blocks_are_what_was_written(self) -> None:
+        for codec in CODECS:
+            with self.subTest(codec=codec):
+                self.open(codec)
+                self.write()
+                for first in (0, 1):
+                    forms, stored = self.pages.stored(first)
+                    place = self.range(len(stored) + 4096)
+                    with self.cache.map_blocks_async(self.names[first:], place, first).wait() as mapped:
+                        found = (mapped.blocks, mapped.reason, mapped.raw)
+                        self.assertEqual(found, (BLOCKS - first, "none", forms))
+                        self.assertLess(mapped.nbytes, len(stored))  # some lie in slabs
+                        got, checksums = self.copy(mapped)
+                        self.assert_pages_equal(got, stored, forms, first)
+                        self.assertEqual(checksums, list(mapped.checksums))
+                        self.assertIsNone(mapped.release_async().wait())
+
+    def test_blocks_are_mapped_without_a_range(self) -> None:
+        self.open("raw")
+        self.write()
+        others = self.cache.block_names([*range(128), *range(1000, 1128)])
+        mapped = self.cache.map_blocks_async(others).wait()
+        self.assertEqual((mapped.blocks, mapped.reason, mapped.nbytes), (2, "not_found", 0))
+        self.assertEqual(len(mapped.addresses), 2 * self.cache.options.layers)
+        pending = mapped.release_async()
+        mapped.close()
+        self.assertIsNone(pending.wait())
+        with self.assertRaises(kv.FailedPreconditionError):
+            mapped.release_async()
+        none = self.cache.map_blocks_async(others[2:], first=2).wait()
+        self.assertEqual((none.blocks, none.raw, list(none.addresses)), (0, b"", []))
+        self.assertIsNone(none.release_async().wait())
+
+    def test_a_block_that_is_said_to_be_corrupt_and_is_not_stays(self) -> None:
+        self.open("raw")
+        self.write()
+        mapped = self.cache.map_blocks_async(self.names).wait()
+        self.assertIsNone(mapped.release_async(corrupt_block=1).wait())
+        self.assertEqual(self.cache.match([self.names])[0].hit_blocks, BLOCKS)
+
+    def test_what_is_mapped_is_held(self) -> None:
+        self.open("raw")
+        self.write()
+        mapped = self.cache.map_blocks_async(self.names).wait()
+        before, checksums = self.copy(mapped)
+        self.client.purge(self.cache.description.id)
+        self.assertEqual(self.copy(mapped), (before, checksums))
+        self.assertIsNone(mapped.release_async().wait())
+
+    def test_wrong_arguments_of_mapping_are_named(self) -> None:
+        self.open("raw")
+        for wrong, field in (
+            (lambda: self.cache.map_blocks_async(self.names, first=-1), "first"),
+            (lambda: self.cache.map_blocks_async(self.names, device=-2), "device"),
+            (lambda: self.cache.map_blocks_async(self.names, numpy.zeros(64, numpy.uint8)), "pages"),
+        ):
+            with self.assertRaises(kv.InvalidArgumentError) as raised:
+                wrong()
+            self.assertEqual(raised.exception.field, field)
+
     def test_the_description_says_what_fits(self) -> None:
         self.open("raw")
         self.assertEqual(self.cache.description.pool_bytes, 64 << 20)
