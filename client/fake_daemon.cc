@@ -161,6 +161,18 @@ class BlocksLeaseServer final : public api::BlocksLease::Server {
     if (corrupt == 1) context.getResults().initStatus().setCode(14);
     return kj::READY_NOW;
   }
+  kj::Promise<void> mapSlab(MapSlabContext context) override {
+    const uint32_t slab = context.getParams().getSlab();
+    daemon_.Change([](auto& seen) { ++seen.slabs_asked; });
+    auto results = context.getResults();
+    if (slab == FakeDaemon::kRefusedSlab) {
+      results.initStatus().setCode(9);
+      return kj::READY_NOW;
+    }
+    results.setSlab(kj::heap<SlabServer>(slab));
+    results.setBytes(FakeDaemon::kSlabBytes);
+    return kj::READY_NOW;
+  }
 
  private:
   FakeDaemon& daemon_;
@@ -244,18 +256,6 @@ class CacheServer final : public api::Cache::Server {
     reply.setPlaces(data(blocks.places));
     reply.setChecksums(data(blocks.checksums));
     if (blocks.lease) reply.setLease(kj::heap<BlocksLeaseServer>(daemon_));
-    return kj::READY_NOW;
-  }
-  kj::Promise<void> mapSlab(MapSlabContext context) override {
-    const uint32_t slab = context.getParams().getSlab();
-    daemon_.Change([](auto& seen) { ++seen.slabs_asked; });
-    auto results = context.getResults();
-    if (slab == FakeDaemon::kRefusedSlab) {
-      results.initStatus().setCode(9);
-      return kj::READY_NOW;
-    }
-    results.setSlab(kj::heap<SlabServer>(slab));
-    results.setBytes(FakeDaemon::kSlabBytes);
     return kj::READY_NOW;
   }
   kj::Promise<void> claim(ClaimContext context) override {

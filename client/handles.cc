@@ -584,7 +584,7 @@ Pending<absl::StatusOr<MappedBlocks>> CacheImpl::MapBlocksAsync(const BlockRange
   WriteBlockRange(range, request);
   request.setMapped(true);
   const CacheOptions& o = description_.options;
-  return client::MapBlocks(handle_.shared_connection(), handle_.cap(), std::move(call),
+  return client::MapBlocks(handle_.shared_connection(), std::move(call),
                            {.names = range.names.size(),
                             .layers = uint64_t(o.layers),
                             .raw_page_bytes = PageLayout{.dtype = o.dtype,

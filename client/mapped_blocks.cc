@@ -95,8 +95,8 @@ std::vector<uint32_t> Missing(const Reply& reply, const HostSlabs& slabs) {
   return missing;
 }
 
-kj::Promise<absl::Status> MapSlab(api::Cache::Client& cache, std::shared_ptr<HostSlabs> slabs, uint32_t slab) {
-  auto request = cache.mapSlabRequest();
+kj::Promise<absl::Status> MapSlab(api::BlocksLease::Client& lease, std::shared_ptr<HostSlabs> slabs, uint32_t slab) {
+  auto request = lease.mapSlabRequest();
   request.setSlab(slab);
   return request.send().then([slabs = std::move(slabs), slab](auto&& response) -> kj::Promise<absl::Status> {
     if (absl::Status status = FromWire(response.getStatus()); !status.ok()) return status;
@@ -147,20 +147,20 @@ absl::StatusOr<MappedBlocks> Finish(std::shared_ptr<Connection> connection, cons
 }  // namespace
 
 Pending<absl::StatusOr<MappedBlocks>> MapBlocks(
-    const std::shared_ptr<Connection>& connection, api::Cache::Client cache,
+    const std::shared_ptr<Connection>& connection,
     capnp::Request<api::Cache::ReadBlocksParams, api::Cache::ReadBlocksResults> request, const AskedBlocks& asked) {
   using Result = absl::StatusOr<MappedBlocks>;
   // The call's state holds the connection for as long as the promise lives: here it is not kept a second time.
   return connection->CallOn<Result>(
       std::move(request),
-      [connection = connection.get(), slabs = connection->slabs(), cache = std::move(cache),
+      [connection = connection.get(), slabs = connection->slabs(),
        asked](auto& response) mutable -> kj::Promise<Result> {
         absl::StatusOr<Reply> read = Read(response.getReply(), asked);
         if (!read.ok()) return Result(read.status());
         const std::vector<uint32_t> missing = Missing(*read, *slabs);
         if (missing.empty()) return Finish(connection->shared_from_this(), slabs, asked, *std::move(read));
         auto mapping = kj::heapArrayBuilder<kj::Promise<absl::Status>>(missing.size());
-        for (const uint32_t slab : missing) mapping.add(MapSlab(cache, slabs, slab));
+        for (const uint32_t slab : missing) mapping.add(MapSlab(*read->lease, slabs, slab));
         return kj::joinPromises(mapping.finish())
             .then(
                 [connection, slabs, asked, reply = *std::move(read)](kj::Array<absl::Status> mapped) mutable -> Result {

@@ -23,7 +23,7 @@ struct AskedBlocks {
 /// Sends `request`, maps slabs that the reply names and that are not mapped, all at once, and gives the addresses.
 /// Errors: as Cache::MapBlocksAsync's. REQUIRES: connection->Usable().ok().
 Pending<absl::StatusOr<MappedBlocks>> MapBlocks(
-    const std::shared_ptr<Connection>& connection, api::Cache::Client cache,
+    const std::shared_ptr<Connection>& connection,
     capnp::Request<api::Cache::ReadBlocksParams, api::Cache::ReadBlocksResults> request, const AskedBlocks& asked);
 
 }  // namespace kvmanager::client

@@ -270,10 +270,10 @@ TEST_F(BlockCallsTest, ALeaseEndsWithItsCapability) {
   Store(text, 4);
   auto call = Read(text, 0, 4, AskForMapping);
   EXPECT_EQ(*store().caches().Purge(cache()), 0u);
-  EXPECT_EQ(store().inspector().Use().lease_pages, 4u * config_.layers);
+  EXPECT_EQ(store().report().Use().lease_pages, 4u * config_.layers);
   call = nullptr;
   loop_.RunReady();
-  EXPECT_EQ(store().inspector().Use().lease_pages, 0u);
+  EXPECT_EQ(store().report().Use().lease_pages, 0u);
   EXPECT_EQ(*store().caches().Purge(cache()), 4u);
 }
 

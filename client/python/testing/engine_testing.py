@@ -28,10 +28,11 @@ class DaemonTestCase(unittest.TestCase):
     """Cases that share a daemon, which has no published blocks when each begins."""
 
     daemon: Daemon
+    flags: tuple[str, ...] = ()
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.daemon = Daemon(host_pool="256MiB")
+        cls.daemon = Daemon(host_pool="256MiB", flags=cls.flags)
         cls.addClassCleanup(cls.daemon.__exit__)
 
     def setUp(self) -> None:

@@ -8,13 +8,15 @@ host memory: the connector has no caches on a GPU.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import unittest
+import unittest.mock
 
 import kvmanager
 import torch
-from engine_testing import DaemonTestCase
+from engine_testing import DaemonTestCase, metric
 from kvmanager_testing import Daemon
 from rank import BLOCKS, DEVICE, DEVICE_NAME, HEAD_DIM, HEADS, LAYERS, LAYOUTS, STREAM, Rank, StepPlan
 from rank import hashes_of, random_rows
@@ -50,6 +52,8 @@ class Gate:
 
 
 class WorkerTest(DaemonTestCase):
+    flags = ("--slab-bytes", "32MiB")  # eight: none is cut, so all blocks may be mapped
+
     def rank(self, daemon: Daemon | None = None, **options) -> Rank:
         rank = Rank((daemon or self.daemon).listen, **options)
         self.addCleanup(rank.close)
@@ -355,6 +359,75 @@ class WorkerTest(DaemonTestCase):
                 if "1=raw" in codec:
                     self.assert_bytes(target, there, rows, layers=(1,))
                 print(f"{codec}: relative error of K {errors[0][0]:.4f}, of V {errors[0][1]:.4f}", flush=True)
+
+    def test_loads_read_the_daemons_memory_and_the_daemon_copies_nothing(self) -> None:
+        for codec in ("raw", "hack:k_bits=4,v_bits=3"):
+            with self.subTest(codec=codec):
+                source = self.rank(codec=codec, block_tokens=64)
+                target = self.rank(codec=codec, block_tokens=64, layout="B2NHD")
+                rows, hashes = random_rows(20, 9, 64), hashes_of(20 + len(codec), 9)
+                source.store("a", hashes, list(range(10, 19)), rows)
+                source.settle()
+                copied = self.copied()
+                there = list(range(40, 31, -1))
+                self.assertEqual(set(), target.load("b", hashes, (there,)))
+                self.assertEqual(copied, self.copied())
+                self.assertTrue(target.half.maps)
+                self.assertGreater(target.stats["loaded_encoded_bytes"], 0)
+                if codec == "raw":
+                    self.assert_bytes(target, there, rows)
+
+    def copied(self) -> float:
+        """Bytes that the daemon copied for loads."""
+        return metric(self.daemon, 'kvmanager_block_call_bytes_total{call="read"}')
+
+    def test_a_copy_that_has_not_its_checksum_is_loaded_by_nobody(self) -> None:
+        rank = self.rank(block_tokens=64)
+        rows, hashes = random_rows(21, 6, 64), hashes_of(21, 6)
+        rank.store("a", hashes, list(range(10, 16)), rows)
+        rank.settle()
+        codec, copy = rank.half.loads.codec, type(rank.half.loads.codec).copy_pages
+        flipped = []
+
+        def flip(self, sources, nbytes, count, to, stream=0):
+            runs = copy(self, sources, nbytes, count, to, stream)
+            if not flipped and DEVICE.type != "cuda":
+                flipped.append(ctypes.c_ubyte.from_address(to + 2 * LAYERS * codec.raw_bytes + 5))
+                flipped[0].value ^= 1
+            return runs
+
+        if DEVICE.type == "cuda":
+            self.skipTest("flips a byte of host memory")
+        with unittest.mock.patch.object(type(codec), "copy_pages", flip):
+            self.assertEqual({32, 33, 34, 35}, rank.load("b", hashes, ([30, 31, 32, 33, 34, 35],)))
+        self.assert_bytes(rank, [30, 31], rows[:, :2])
+        # The daemon's own bytes are right: it keeps them.
+        self.assertEqual(set(), rank.load("c", hashes, ([30, 31, 32, 33, 34, 35],)))
+        self.assert_bytes(rank, [30, 31, 32, 33, 34, 35], rows)
+
+    def test_a_daemon_that_maps_nothing_copies(self) -> None:
+        with Daemon(flags=("--map-blocks", "off", *self.flags), host_pool="256MiB") as daemon:
+            rank = self.rank(daemon)
+            rows, hashes = random_rows(22, 9, 16), hashes_of(22, 9)
+            rank.store("a", hashes, list(range(10, 19)), rows)
+            rank.settle()
+            self.assertEqual(set(), rank.load("b", hashes, (list(range(30, 39)),)))
+            self.assert_bytes(rank, list(range(30, 39)), rows)
+            self.assertFalse(rank.half.maps)
+
+    def test_blocks_that_may_not_be_mapped_are_copied_among_the_others(self) -> None:
+        with Daemon(host_pool="64MiB") as daemon:  # slabs of 2 MiB, of which some are cut
+            rank = self.rank(daemon, block_tokens=64, staging_mib=2)
+            rows, hashes = random_rows(23, 40, 64), hashes_of(23, 40)
+            rank.store("a", hashes, list(range(2, 42)), rows)
+            rank.settle()
+            copied = metric(daemon, 'kvmanager_block_call_bytes_total{call="read"}')
+            rank.spoil(rank.indices(range(2, 42)))
+            self.assertEqual(set(), rank.load("b", hashes, (list(range(2, 42)),)))
+            self.assert_bytes(rank, list(range(2, 42)), rows)
+            copied = metric(daemon, 'kvmanager_block_call_bytes_total{call="read"}') - copied
+            self.assertGreater(copied, 0)
+            self.assertLess(copied, rank.stats["loaded_bytes"])
 
     def _by_cache(self, rank: Rank, rows: torch.Tensor) -> torch.Tensor:
         """The rows as the package's Cache gives them back, of a cache of its own, without the connector."""

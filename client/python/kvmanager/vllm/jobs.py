@@ -146,13 +146,13 @@ class StoreJob:
             left = self._count - self._next
             if left:
                 self._spoilt = self._spoilt or "no staging is free: raise staging_mib"
-        elif half.copies.cuda and half.maps and self._count:
-            self._map(cache, names)
         if self._spoilt:
             half.log(f"blocks of request {store.request} were not all stored", self._spoilt)
             self._unstored("preempted" if "taken" in self._spoilt else "failed", left)
             half.count("stores_dropped")
         half.observe("store_seconds", time.monotonic() - self._began)
+        if half.copies.cuda and half.maps:
+            self._map(cache, names)
 
     def _map(self, cache: Cache, names: BlockNames) -> None:
         """Maps and pins the memory that the blocks lie in, so that the first load does not have to wait for it."""

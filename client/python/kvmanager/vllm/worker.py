@@ -107,7 +107,7 @@ class WorkerHalf:
             made.append(Extents(arena, codec, self.geometry, self.extent_blocks, device))
         session.state["extents"] = made
         self.loads, self.stores = made
-        self.maps = True
+        self.maps = codec.copies
         o = cache.description
         fits = o.pool_bytes // max(1, o.encoded_page_bytes * len(self.facts.layers)) * self.facts.block_tokens
         self._logger.info(
