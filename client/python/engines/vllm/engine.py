@@ -173,7 +173,7 @@ class Engine:
                 kv_connector_module_path="kvmanager.vllm",
                 kv_role=role,
                 kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"address": address, **extra},
+                kv_connector_extra_config={"address": address, "plan": "load", **extra},
             ),
         )
         self.config.cache_config.num_gpu_blocks = blocks

@@ -22,6 +22,7 @@ from rank import BLOCKS, DEVICE, DEVICE_NAME, HEAD_DIM, HEADS, LAYERS, LAYOUTS, 
 from rank import hashes_of, random_rows
 from stand_in import USED  # before what needs vLLM
 
+from kvmanager.vllm.measured import LoadMeter, LoadTimes
 from kvmanager.vllm.retention import Retention, retention_of
 
 DEADLINE_S = 120
@@ -264,6 +265,27 @@ class WorkerTest(DaemonTestCase):
             client.purge()
             self.assertEqual(set(there[:8]), rank.load("e", hashes, (there[:8],)))
         self.assertEqual(4, rank.stats["loads_failed"])
+
+    def test_how_long_loads_took_is_said(self) -> None:
+        meter = LoadMeter()
+        meter.ended("a", began=10.0, now=13.0, whole=True)
+        meter.ended("b", began=11.0, now=14.0, whole=False)
+        meter.ended("c", began=12.0, now=20.0, whole=True)
+        meter.ended("d", began=25.0, now=26.0, whole=True)
+        times = meter.take()
+        self.assertEqual({"a": (0.0, 3.0), "c": (2.0, 6.0), "d": (0.0, 1.0)}, times.by_request)
+        self.assertIsNone(meter.take())
+        # Of ranks the slowest counts.
+        times = times.aggregate(LoadTimes({"a": (0.0, 2.0), "c": (2.0, 7.0), "e": (0.0, 1.0)}))
+        self.assertEqual({"a": (0.0, 3.0), "c": (2.0, 7.0), "d": (0.0, 1.0), "e": (0.0, 1.0)}, times.by_request)
+        rank = self.rank()
+        hashes = hashes_of(16, 4)
+        rank.store("a", hashes, list(range(10, 14)), random_rows(16, 4, 16))
+        rank.settle()
+        self.assertIsNone(rank.connector.build_connector_worker_meta())
+        rank.load("whole", hashes, (list(range(20, 24)),))
+        rank.load("not whole", hashes + hashes_of(17, 1), (list(range(30, 35)),))
+        self.assertEqual(["whole"], list(rank.connector.build_connector_worker_meta().by_request))
 
     def test_blocks_of_a_finished_request_are_retained(self) -> None:
         rank = self.rank()

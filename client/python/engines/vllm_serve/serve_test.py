@@ -48,7 +48,7 @@ class ServeTest(unittest.TestCase):
     def server(self, codec: str, tenant: str = "") -> Server:
         """Not yet ready, so that two start at a time. Tenants share no blocks."""
         extra = {"address": self.daemon.listen, "codec": codec, "tenant": tenant, "lookup_ms": _WAIT_MS,
-                 "deadline_ms": _WAIT_MS}
+                 "plan": "load", "deadline_ms": _WAIT_MS}
         server = Server(self.model, extra)
         self.addCleanup(server.stop)
         return server

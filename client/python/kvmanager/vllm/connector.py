@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.logger import init_logger
 
-from .facts import Settings, facts_of
+from .facts import Settings, chunk_tokens_of, facts_of
 from .messages import StepPlan
 from .metrics import KvManagerPromMetrics, KvManagerStats
 from .packing import attention_layers
@@ -77,7 +77,8 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
             logger.warning('kv_load_failure_policy is not "recompute": a load that fails will end its request')
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
-                self._facts, self._settings, transfer.is_kv_producer, transfer.is_kv_consumer, logger
+                self._facts, self._settings, transfer.is_kv_producer, transfer.is_kv_consumer, logger,
+                chunk_tokens_of(vllm_config),
             )
         else:
             self._worker = WorkerHalf(self._facts, self._settings, logger)
@@ -166,6 +167,10 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
         for block_ids in failed.values():
             self._load_errors = self._load_errors | block_ids
         return _TransferResults(sent, received)
+
+    def build_connector_worker_meta(self) -> Any:
+        """What the scheduler's planner goes by. Behind the ends of loads, in a step."""
+        return self._worker.meter.take() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         half = self._worker or self._scheduler

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _PAGE_TOKENS = range(16, 257, 16)
+_PLANS = ("cheaper", "load")
 _STAGING_MIB_MAX = 2048  # two arenas of 1 GiB
 
 
@@ -37,6 +38,7 @@ class Settings:
     layerwise_saves: bool = False  # copies a layer when it is computed; CUDA graphs become piecewise
     store_output: bool = True  # blocks of generated tokens, too
     calibration_dir: str = ""  # where the artifact lies that the codec names: pages are encoded in the engine's process
+    plan: str = "cheaper"  # what is found is loaded where that is faster than computing it; "load": always
     required: bool = False  # an engine that cannot keep its blocks does not start
     peer: str = ""  # "HOST:PORT[,HOST:PORT]": where prefills of do_remote_decode are handed to; empty: nowhere
     peers: tuple[str, ...] = ()  # "HOST:PORT" each, in JSON a list: what requests may name instead; empty: anything
@@ -53,6 +55,8 @@ class Settings:
                     raise ValueError(f'peers is {value!r}, must be a list of "HOST:PORT"')
             else:
                 check_setting(key, value, cls.__dataclass_fields__[key].default, _STAGING_MIB_MAX)
+                if key == "plan" and value not in _PLANS:
+                    raise ValueError(f"plan is {value!r}, must be {' or '.join(_PLANS)}")
         return cls(**{**given, "peers": tuple(given.get("peers", ()))})
 
     def may_hand_to(self, peer: str) -> bool:
@@ -97,6 +101,12 @@ def tenant_of(settings: Settings, salt: str | None, era: str = "") -> str:
         return settings.tenant
     both = f"{settings.tenant}\0{salt or ''}" + (f"\0{era}" if era else "")
     return f"{settings.tenant[:150]}/salt:{hashlib.sha256(both.encode(errors='surrogatepass')).hexdigest()}"
+
+
+def chunk_tokens_of(config: VllmConfig) -> int:
+    """Of a prompt that a step computes at most."""
+    scheduler = config.scheduler_config
+    return min(filter(None, (scheduler.max_num_batched_tokens, getattr(scheduler, "long_prefill_token_threshold", 0))))
 
 
 def facts_of(config: VllmConfig, caches: KVCacheConfig, settings: Settings, rank: int = 0) -> Facts:

@@ -257,6 +257,7 @@ class LoadJob:
         count = len(load.hashes) - load.first
         names = cache.external_names(load.hashes[load.first :])
         reason = self._read(cache, names, count)
+        half.meter.ended(load.request, self._began, time.monotonic(), self._done == count)
         half.count("loaded_tokens", self._done * half.facts.block_tokens)
         half.count("loaded_bytes", self._done * half.block_bytes)
         half.observe("load_seconds", time.monotonic() - self._began)

@@ -10,6 +10,7 @@ COUNTERS = {
     "lookups": "Lookups of prompts in the daemon",
     "lookup_misses": "Lookups that found nothing",
     "lookup_hit_tokens": "Tokens that lookups found",
+    "loads_not_worth_tokens": "Tokens that lookups found and that were computed, which is faster",
     "lookups_unanswered": "Lookups while the daemon was away or late",
     "loaded_tokens": "Tokens loaded from the daemon",
     "loaded_bytes": "Bytes of K and V loaded",

@@ -7,6 +7,8 @@ A request, as this half knows it:
     loading   blocks were allocated for them; the workers load
     barred    a load failed, or the cache was reset: this request is computed
 
+What is looked up and computed nevertheless, since that is faster (planner.py), is not stored again.
+
 A reset begins an era: blocks have other names from then on, whatever is still under way under the earlier ones. vLLM
 asks for it when weights have changed, which no name knows.
 """
@@ -20,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from .._link import Link, Session
 from ..errors import Error
 from .facts import Facts, Settings, tenant_of
+from .measured import LoadTimes
 from .messages import Finish, Load, StepPlan, Store
 from .metrics import KvManagerStats
+from .planner import Choice, Planner
 from .retention import Retain, Retention, retention_of
 
 if TYPE_CHECKING:
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 _LOOKUP_KEEP_S = 1.0  # a lookup older than that is made again: blocks may have been evicted, or come
 _LOOKUP_AGAIN_S = 0.005  # between lookups that wait for a prefill elsewhere
 _ERA_MAX = 64  # characters
+_LOG_S = 5.0
+_DECODES_MAX = 1 / 16  # of a step's tokens, where it is to say how long a prompt's take
 
 
 class Lookup:
@@ -76,7 +82,7 @@ class RequestState:
         self.request = request
         self.era, self.tenant = era, tenant
         self.lookup: Lookup | None = None
-        self.local_tokens = 0  # computed here, when the last lookup was used
+        self.local_tokens = 0  # computed here, when vLLM last asked
         self.loading = False
         self.load_ids: set[int] = set()  # blocks that are loaded into
         self.barred = False
@@ -87,6 +93,8 @@ class RequestState:
         self.sent = 0  # hashes that the workers were told
         self.any_store = False
         self.preempted = False
+        self.choice: Choice | None = None  # of what the last lookup found
+        self.remote = False  # a prefill elsewhere was for this request
         self.wait_until = 0.0  # for blocks that a prefill elsewhere promised
         self.promised = 0
 
@@ -94,7 +102,9 @@ class RequestState:
 class SchedulerHalf:
     """Belongs to the scheduler's thread."""
 
-    def __init__(self, facts: Facts, settings: Settings, producer: bool, consumer: bool, logger) -> None:
+    def __init__(
+        self, facts: Facts, settings: Settings, producer: bool, consumer: bool, logger, chunk_tokens: int = 1 << 31
+    ) -> None:
         self._facts, self._settings, self._logger = facts, settings, logger
         self._warned = False  # of a retention that no request may ask for
         self._producer, self._consumer = producer, consumer
@@ -104,6 +114,13 @@ class SchedulerHalf:
         self._sending: set[str] = set()
         self._era = ""
         self._stats = KvManagerStats()
+        # A decode engine loads what was computed for it; ranks of one engine load at different speeds.
+        plans = settings.plan == "cheaper" and producer and consumer and facts.ranks == 1
+        self._planner = Planner(facts.block_tokens, chunk_tokens) if plans else None
+        self._computing: dict[str, tuple[int, int]] = {}  # parts of running requests' prompts that no step has had yet
+        self._load_times: dict[str, tuple[float, float]] = {}  # of loads whose end is not reported yet
+        self._clock = time.monotonic  # of the planner
+        self._logged = -_LOG_S
         self.link = Link(settings.address, "vllm scheduler", facts.describe, deadline_ms=settings.deadline_ms)
 
     # Lookups.
@@ -119,6 +136,7 @@ class SchedulerHalf:
         """KVConnectorBase_V1.get_num_new_matched_tokens."""
         block = self._facts.block_tokens
         state = self._state(request)
+        state.local_tokens, state.choice = computed_tokens, None
         if state.found is None:  # later, after a preemption, its own blocks would be among them
             state.found = computed_tokens // block
         if not self._consumer or state.barred or state.loading or computed_tokens % block:
@@ -141,9 +159,40 @@ class SchedulerHalf:
             if now - lookup.began >= _LOOKUP_AGAIN_S:
                 self._look(state)
             return None, False
-        state.local_tokens = computed_tokens
         tokens = min(lookup.blocks * block, usable) - computed_tokens
-        return (tokens, True) if tokens > 0 else (0, False)
+        if tokens <= 0:
+            return 0, False
+        loads = self._choose(state, computed_tokens, computed_tokens + tokens)
+        return loads, loads > 0
+
+    def _choose(self, state: RequestState, local: int, hit: int) -> int:
+        """How many of the tokens local .. hit to load."""
+        if self._planner is None or state.remote:
+            return hit - local
+        ahead = self._computing.values()
+        state.choice = self._planner.choose(self._clock(), local, hit, state.request.num_tokens, ahead)
+        return state.choice.loads
+
+    def _chosen(self, state: RequestState) -> None:
+        """What was chosen is done."""
+        choice, state.choice = state.choice, None
+        if choice is None:
+            return
+        self._planner.took(choice)
+        if choice.computes:
+            self._stats.add("loads_not_worth_tokens", choice.computes)
+            self._stats.add("lookup_hit_tokens", choice.computes)
+            if not state.any_store:
+                state.found = choice.hit // self._facts.block_tokens
+        now = self._clock()
+        if choice.measured and now - self._logged >= _LOG_S:
+            self._logged = now
+            self._logger.info(
+                "kvmanager: request %s loads %d of %d tokens%s: first token expected in %.1f ms; %.1f ms with all of them "
+                "loaded, %.1f ms with none; %s", state.request.request_id, choice.loads, choice.hit - choice.local,
+                " to measure it again" if choice.probe else "", 1e3 * choice.seconds, 1e3 * choice.all_s,
+                1e3 * choice.none_s, self._planner.rates(),
+            )
 
     def _look(self, state: RequestState) -> Lookup | None:
         hashes = self._hashes(state.request)
@@ -173,6 +222,7 @@ class SchedulerHalf:
                 era = said if isinstance(said, str) and len(said) <= _ERA_MAX else era
             state = RequestState(request, era, tenant_of(self._settings, request.cache_salt, era))
             if params.get("do_remote_prefill"):
+                state.remote = True
                 blocks = params.get("kvmanager_blocks")
                 state.promised = blocks if isinstance(blocks, int) else 0
                 state.wait_until = time.monotonic() + self._settings.prefill_wait_ms / 1000
@@ -189,6 +239,12 @@ class SchedulerHalf:
             state.stored = max(state.stored, lookup.blocks)
             if external_tokens or not lookup.blocks:
                 self._stats.add("lookup_hit_tokens" if lookup.blocks else "lookup_misses", external_tokens or 1)
+            self._chosen(state)
+        if self._planner is not None and not external_tokens:
+            first = max(state.local_tokens, request.num_computed_tokens)  # the latter of a load that has ended
+            self._computing[request.request_id] = (first, request.num_tokens)
+        elif self._planner is not None:
+            self._planner.load_began(self._clock(), request.request_id, external_tokens)
         if not external_tokens:
             return
         block = self._facts.block_tokens
@@ -198,7 +254,7 @@ class SchedulerHalf:
             Load(request.request_id, state.tenant, self._hashes(request, 0, first + count), first, ids)
         )
         if not state.any_store:
-            state.found = first + count
+            state.found = max(state.found or 0, first + count)
         state.loading, state.load_ids = True, {each for group in ids for each in group}
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
@@ -214,6 +270,7 @@ class SchedulerHalf:
         for name, ids in zip(cached.req_ids, cached.new_block_ids):
             if name in self._requests:
                 self._append_ids(self._requests[name], ids, name in cached.resumed_req_ids)
+        self._begin_step(output, computed)
         if self._producer:
             for name, tokens in output.num_scheduled_tokens.items():
                 if name in self._requests and name in computed:
@@ -221,6 +278,26 @@ class SchedulerHalf:
                     if store is not None:
                         plan.stores.append(store)
         return plan
+
+    def _begin_step(self, output: SchedulerOutput, computed: dict[str, int]) -> None:
+        """Tells the planner."""
+        if self._planner is None:
+            return
+        chunks, decodes, total = [], 0, 0
+        for name, tokens in output.num_scheduled_tokens.items():
+            first, state = computed.get(name), self._requests.get(name)
+            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            if first is None or tokens - drafts <= 1:
+                decodes += tokens
+            else:
+                chunks.append((first, first + tokens))
+            total += tokens
+            if first is not None and state is not None and first + tokens < state.request.num_tokens:
+                self._computing[name] = (first + tokens, state.request.num_tokens)
+            else:
+                self._computing.pop(name, None)
+        odd = decodes > _DECODES_MAX * total or output.scheduled_encoder_inputs
+        self._planner.step_began(self._clock(), () if odd else chunks)
 
     def _append_ids(self, state: RequestState, ids, whole: bool) -> None:
         if whole or not state.table:
@@ -255,6 +332,8 @@ class SchedulerHalf:
         for state in self._requests.values():
             preempted = state.request.status.name == "PREEMPTED"
             found |= preempted and not state.preempted and state.any_store
+            if preempted:
+                self._computing.pop(state.request.request_id, None)
             state.preempted = preempted
         return found
 
@@ -263,6 +342,7 @@ class SchedulerHalf:
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """KVConnectorBase_V1.request_finished."""
         state = self._requests.pop(request.request_id, None)
+        self._computing.pop(request.request_id, None)
         if state is None:
             return False, None
         params = request.kv_transfer_params or {}
@@ -300,6 +380,7 @@ class SchedulerHalf:
     def worked(self, output: KVConnectorOutput) -> None:
         """KVConnectorBase_V1.update_connector_output."""
         self._sending.difference_update(output.finished_sending or ())
+        self._measure(output)
         invalid = getattr(output, "invalid_block_ids", None) or set()
         failed = getattr(output, "failed_recving", None) or set()
         for name, state in self._requests.items():
@@ -308,6 +389,18 @@ class SchedulerHalf:
         for name in output.finished_recving or ():
             if name in self._requests:
                 self._requests[name].loading = False
+
+    def _measure(self, output: KVConnectorOutput) -> None:
+        """A step has ended, and with it what loads it reports."""
+        if self._planner is None:
+            return
+        now = self._clock()
+        self._planner.step_ended(now)
+        times = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(times, LoadTimes):
+            self._load_times.update(times.by_request)
+        for name in output.finished_recving or ():
+            self._planner.load_ended(now, name, *self._load_times.pop(name, ()))
 
     def sending(self) -> bool:
         return bool(self._sending)

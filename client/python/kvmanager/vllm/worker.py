@@ -24,6 +24,7 @@ from ..paged import Fence, PagedCopy
 from ..stored import Extents, Geometry
 from .facts import Facts, Settings
 from .jobs import FinishJob, LoadJob, StoreJob
+from .measured import LoadMeter
 from .messages import Load, StepPlan, Store
 from .metrics import KvManagerStats
 from .packing import packing_of
@@ -52,6 +53,7 @@ class WorkerHalf:
         self.extent_blocks = max(1, fitting)
         self._extents = max(2, staging_bytes // (self.extent_blocks * self.block_bytes))
         self._logged = -_LOG_S
+        self.meter = LoadMeter()
         self.copies: PagedCopy | None = None
         self._layer_of = {name: layer for layer, name in enumerate(facts.layers)}
         self.stores: Extents | None = None  # while attached, as loads
