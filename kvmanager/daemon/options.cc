@@ -425,10 +425,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv, 
   app.add_option("--drain-s", texts.drain_s,
                  "How long SIGTERM waits for leases to be given back and hand-offs to be claimed (default 10)")
       ->type_name("S");
-  app.add_option(
-         "--map-blocks", texts.map_blocks,
-         "Engines on this host map the memory of their tenant's blocks for reading, and load them without a copy "
-         "by the daemon; on or off (default on)")
+  app.add_option("--map-blocks", texts.map_blocks,
+                 "Engines on this host map the memory of their tenant's blocks for reading; on or off (default on)")
       ->type_name("on|off");
   app.add_option("--peer-rate-bytes", texts.peer_rate_bytes,
                  "Bytes per second sent to peers, all together; 0: no limit (default 0)")

@@ -100,7 +100,7 @@ class ServerImpl final : public Server {
     KV_RETURN_IF_ERROR(access_.ReadFiles());
     calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
     registry_.SetCalibrations(calibrations_.get());
-    KV_RETURN_IF_ERROR(memory_.Open(options_));
+    KV_RETURN_IF_ERROR(memory_.Open(options_, &clock_));
     facts_.gpus = DeviceSummary();
     spdlog::info("GPUs: {}", facts_.gpus);
     KV_RETURN_IF_ERROR(devices_.Open(memory_.pool()));
@@ -399,7 +399,7 @@ class ServerImpl final : public Server {
     tenant_gauges_.Set(*store_);
     devices_.Look(store_.get());
     store_->long_calls().LookAgain();
-    memory_.pool()->TakeBack();
+    memory_.pool()->shown()->TakeBack();
     // A request has its memory until there is room for its reply.
     const bool requests_wait = running_->requests.keeps_waiting();
     running_->requests.Look(requests_wait);

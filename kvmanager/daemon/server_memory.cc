@@ -18,20 +18,26 @@ std::string RegionName(size_t index) { return absl::StrCat("pool-", index); }
 
 }  // namespace
 
-absl::Status ServerMemory::Open(const Options& options) {
-  if (!options.state_dir.empty()) return OpenKept(options);
-  KV_ASSIGN_OR_RETURN(pool_,
-                      PagePool::Create({.pool_bytes = options.host_pool_bytes, .slab_bytes = options.slab_bytes}));
+absl::Status ServerMemory::Open(const Options& options, const Clock* clock) {
+  if (!options.state_dir.empty()) return OpenKept(options, clock);
+  PagePool::Options pool;
+  pool.pool_bytes = options.host_pool_bytes;
+  pool.slab_bytes = options.slab_bytes;
+  pool.clock = clock;
+  KV_ASSIGN_OR_RETURN(pool_, PagePool::Create(pool));
   return absl::OkStatus();
 }
 
-absl::Status ServerMemory::OpenKept(const Options& options) {
+absl::Status ServerMemory::OpenKept(const Options& options, const Clock* clock) {
   KV_ASSIGN_OR_RETURN(LockedFolder folder, LockedFolder::Open("--state-dir", options.state_dir));
   folder_.emplace(std::move(folder));
   KV_ASSIGN_OR_RETURN(keeper_, MemoryKeeper::Open(options.state_dir, {"/proc/self/exe", kKeeperFlag, options.state_dir,
                                                                       absl::StrCat(options.state_keep_s)}));
-  const PagePool::Options pool{
-      .pool_bytes = options.host_pool_bytes, .slab_bytes = options.slab_bytes, .keep = true, .kept = {}};
+  PagePool::Options pool;
+  pool.pool_bytes = options.host_pool_bytes;
+  pool.slab_bytes = options.slab_bytes;
+  pool.keep = true;
+  pool.clock = clock;
   if (keeper_->left() > 0) {
     const absl::Status taken = TakeOver(pool);
     if (taken.ok()) return absl::OkStatus();

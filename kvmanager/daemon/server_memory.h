@@ -17,13 +17,13 @@ class ServerMemory {
  public:
   /// Takes over what an earlier daemon had, if it has the same size, or makes it anew. Errors: PagePool's,
   /// LockedFolder's and MemoryKeeper's.
-  absl::Status Open(const Options& options);
+  absl::Status Open(const Options& options, const Clock* clock);
 
   PagePool* pool() const { return pool_.get(); }
   KeptManifest* manifest() const { return manifest_.get(); }  // nullptr: nothing outlives the daemon
 
  private:
-  absl::Status OpenKept(const Options& options);
+  absl::Status OpenKept(const Options& options, const Clock* clock);
   absl::Status TakeOver(PagePool::Options pool);
   absl::Status MakeAnew(const PagePool::Options& pool);
 

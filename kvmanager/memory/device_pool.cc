@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/slab_bindings.h"
 
 namespace kvmanager {
 
@@ -59,7 +60,7 @@ uint32_t DevicePool::SlotUnit(PageId id) const {
 absl::StatusOr<int> DevicePool::Export(uint32_t slab) {
   KV_CHECK(slab < slabs() && allocator_.InUse(slab));
   KV_ASSIGN_OR_RETURN(const int fd, memory_->Export(slab));
-  allocator_.Bind(slab);
+  SlabBindings(&allocator_).Bind(slab);
   exports_[slab].exported = true;
   ++exports_[slab].importers;
   return fd;
@@ -74,12 +75,12 @@ void DevicePool::ImporterGone(uint32_t slab) {
 
 void DevicePool::RemakeIfForsaken(uint32_t slab) {
   if (!exports_[slab].exported || exports_[slab].importers > 0 || allocator_.InUse(slab)) return;
-  allocator_.Withdraw(slab);
+  SlabBindings(&allocator_).Withdraw(slab);
   memory_->Unmake(slab);
   exports_[slab].exported = false;
   ++exports_[slab].generation;
   if (memory_->Make(slab).ok()) {
-    allocator_.Restore(slab);
+    SlabBindings(&allocator_).Restore(slab);
   } else {
     lost_.push_back(slab);
   }
@@ -87,7 +88,7 @@ void DevicePool::RemakeIfForsaken(uint32_t slab) {
 
 void DevicePool::RemakeLost() {
   while (!lost_.empty() && memory_->Make(lost_.back()).ok()) {
-    allocator_.Restore(lost_.back());
+    SlabBindings(&allocator_).Restore(lost_.back());
     lost_.pop_back();
   }
 }

@@ -11,8 +11,11 @@
 namespace kvmanager {
 
 PagePool::PagePool(const SlabAllocator::Options& options, uint64_t slabs_per_region,
-                   std::vector<std::unique_ptr<Region>> regions)
-    : SlotPool(options), slabs_per_region_(slabs_per_region), regions_(std::move(regions)) {}
+                   std::vector<std::unique_ptr<Region>> regions, const Clock* clock)
+    : SlotPool(options),
+      slabs_per_region_(slabs_per_region),
+      regions_(std::move(regions)),
+      shown_(&allocator_, slabs_per_region == 1 ? regions_ : absl::Span<const std::unique_ptr<Region>>(), clock) {}
 
 uint64_t PagePool::SlabBytesFor(uint64_t pool_bytes) {
   const uint64_t usual = std::clamp<uint64_t>(pool_bytes / 64, kSlabBytesMin, 32 << 20) / kSlabBytesMin;
@@ -66,7 +69,7 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& option
   allocator.clean_slots = true;
   allocator.written = !options.kept.empty();
   allocator.limit = "host-pool-bytes";
-  return std::unique_ptr<PagePool>(new PagePool(allocator, slabs_per_region, std::move(regions)));
+  return std::unique_ptr<PagePool>(new PagePool(allocator, slabs_per_region, std::move(regions), options.clock));
 }
 
 absl::StatusOr<PageId> PagePool::Allocate(TenantId tenant, size_t bytes, std::vector<PageId>* unclean) {
@@ -79,7 +82,7 @@ absl::StatusOr<PageId> PagePool::Allocate(TenantId tenant, size_t bytes, std::ve
   };
   absl::StatusOr<PageId> id = allocator_.Allocate(tenant, bytes, clean);
   if (!id.ok() && allocator_.kept_slabs() > 0) {
-    TakeBack();
+    shown_.TakeBack();
     id = allocator_.Allocate(tenant, bytes, clean);
   }
   if (left) unclean->push_back(*id);
@@ -88,64 +91,8 @@ absl::StatusOr<PageId> PagePool::Allocate(TenantId tenant, size_t bytes, std::ve
 
 std::vector<PageId> PagePool::Restore(absl::Span<const SlabRestore::Slot> slots) {
   std::vector<PageId> restored = SlabRestore(&allocator_).Restore(slots);
-  for (uint32_t slab = 0; slabs_per_region_ == 1 && slab < slabs(); ++slab) {
-    if (!regions_[slab]->HasReaders()) continue;
-    if (!allocator_.InUse(slab)) {
-      allocator_.Withhold(slab);
-    } else if (allocator_.IsBindable(slab)) {
-      allocator_.Bind(slab);
-    } else {
-      continue;  // of several tenants: it was never shown
-    }
-    shown_.push_back(slab);
-  }
+  shown_.FindReaders();
   return restored;
-}
-
-std::optional<PagePool::SlabPlace> PagePool::Showable(PageId id) const {
-  const SlabAllocator::Place place = allocator_.PlaceOf(id);
-  if (slabs_per_region_ > 1 || !allocator_.IsShowable(place.slab)) return std::nullopt;
-  return SlabPlace{place.slab, place.offset};
-}
-
-absl::StatusOr<int> PagePool::ShowSlab(uint32_t slab) {
-  if (slabs_per_region_ > 1 || slab >= slabs() || !allocator_.IsShowable(slab)) {
-    return absl::FailedPreconditionError("the slab is not to be mapped");
-  }
-  if (!allocator_.IsBound(slab)) {
-    TakeBack();
-    const PoolShares::Account& account = allocator_.AccountOfSlab(slab);
-    const uint64_t most = std::max(capacity_bytes() / 2, account.guaranteed_bytes);
-    if (shares().by_excess().size() > 1 && (account.bound + 1) * slab_bytes() > most) {
-      return FieldError(absl::StatusCode::kFailedPrecondition, "mapped slabs",
-                        absl::StrCat((account.bound + 1) * slab_bytes(), " bytes of this tenant"),
-                        absl::StrCat("at most ", most, " while others have memory"));
-    }
-  }
-  KV_ASSIGN_OR_RETURN(const int fd, regions_[slab]->OpenForReading());
-  if (!allocator_.IsBound(slab)) {
-    allocator_.Bind(slab);
-    shown_.push_back(slab);
-  }
-  return fd;
-}
-
-void PagePool::TakeBack() {
-  for (size_t looks = std::min(kLooksMax, shown_.size()); looks > 0; --looks) {
-    if (look_ >= shown_.size()) look_ = 0;
-    const uint32_t slab = shown_[look_];
-    if (regions_[slab]->HasReaders()) {
-      ++look_;
-      continue;
-    }
-    if (allocator_.IsWithdrawn(slab)) {
-      allocator_.Restore(slab);
-    } else {
-      allocator_.Unbind(slab);
-    }
-    shown_[look_] = shown_.back();
-    shown_.pop_back();
-  }
 }
 
 uint8_t* PagePool::Data(PageId id) const {

@@ -3,7 +3,7 @@
 // Slabs lie in memfds, mapped, fallocated and sealed at start, whose descriptors are kept: another process that gets
 // one can read, not write, all pages in it, then and later, and cannot be made to stop. So fd() of a region is for
 // processes that the daemon trusts with all of its pages. A process of one tenant gets a descriptor of a slab by
-// ShowSlab, where each slab has a memfd of its own: such a slab stays its tenant's, and counts as used, until the
+// ShownSlabs, where each slab has a memfd of its own: such a slab stays its tenant's, and counts as used, until the
 // kernel says that nobody has it open or mapped any more.
 //
 // Which slots are whose is a SlabAllocator's (its invariants hold here), with small slabs where there are slabs enough;
@@ -15,14 +15,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kvmanager/base/clock.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/memory/region.h"
+#include "kvmanager/memory/shown_slabs.h"
 #include "kvmanager/memory/slab_restore.h"
 #include "kvmanager/memory/slot_pool.h"
 
@@ -38,6 +39,7 @@ class PagePool final : public SlotPool {
     bool keep = false;       // a later process may take the memory over: Region::Sharing::kKept
     /// Descriptors of an earlier pool's regions, in their order: this pool is of that memory. They are taken.
     std::vector<int> kept;
+    const Clock* clock = nullptr;  // ShownSlabs'
   };
   static constexpr uint64_t kSlabBytesMin = 2 << 20;
   static constexpr uint64_t kPoolBytesMax = uint64_t{1} << 41;  // slot numbers stay below 2^32
@@ -58,18 +60,8 @@ class PagePool final : public SlotPool {
   std::vector<PageId> Restore(absl::Span<const SlabRestore::Slot> slots);
   uint8_t* Data(PageId id) const override;
 
-  // Slabs that processes of their tenant map.
-  /// Where a slot is, if a process of its tenant may be shown all of its slab.
-  std::optional<SlabPlace> Showable(PageId id) const override;
-  /// A descriptor to read a slab by in which a handed-out slot is Showable; the caller's. Errors: FAILED_PRECONDITION
-  /// (one payer's slabs that are shown would be more than half of the pool, and its guarantee, while others have some;
-  /// or the slab is not to be shown); UNAVAILABLE.
-  absl::StatusOr<int> ShowSlab(uint32_t slab) override;
-  /// Looks whether some of the slabs that are shown are read by nobody any more, the next kLooksMax of them; these are
-  /// as others. To be called now and then. Allocate and Restore do.
-  void TakeBack();
-  static constexpr size_t kLooksMax = 128;
-  size_t shown_slabs() const { return shown_.size(); }
+  /// Those that processes of their tenant map. Allocate and Restore look after them too.
+  ShownSlabs* shown() override { return &shown_; }
 
   /// A slab's memory; those with lower numbers are used first.
   absl::Span<uint8_t> SlabData(uint32_t slab) const {
@@ -84,12 +76,11 @@ class PagePool final : public SlotPool {
 
  private:
   PagePool(const SlabAllocator::Options& options, uint64_t slabs_per_region,
-           std::vector<std::unique_ptr<Region>> regions);
+           std::vector<std::unique_ptr<Region>> regions, const Clock* clock);
 
   const uint64_t slabs_per_region_;  // of all but the last, which may have fewer
   const std::vector<std::unique_ptr<Region>> regions_;
-  std::vector<uint32_t> shown_;  // slabs: bound, or withheld
-  size_t look_ = 0;              // of shown_, the next
+  ShownSlabs shown_;
 };
 
 }  // namespace kvmanager

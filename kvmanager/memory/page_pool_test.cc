@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -126,7 +127,7 @@ TEST(PagePool, OthersMapItsRegionsForReadingOnly) {
 }
 
 std::unique_ptr<Region> MapShown(PagePool& pool, uint32_t slab) {
-  const auto fd = pool.ShowSlab(slab);
+  const auto fd = pool.shown()->Show(slab);
   EXPECT_TRUE(fd.ok()) << fd.status();
   auto mapped = Region::Map(*fd, pool.slab_bytes(), /*writable=*/false);
   EXPECT_TRUE(mapped.ok()) << mapped.status();
@@ -137,13 +138,13 @@ TEST(PagePool, AShownSlabStaysItsTenantsUntilNobodyMapsIt) {
   const auto pool = MakePool(4 * kMiB);  // two slabs, neither cut
   const PageId id = pool->Allocate(1, kMiB).value(), other = pool->Allocate(2, kMiB).value();
   std::memset(pool->Data(id), 7, kMiB);
-  const auto place = pool->Showable(id);
+  const auto place = pool->shown()->Showable(id);
   ASSERT_TRUE(place.has_value());
   EXPECT_EQ(pool->SlabData(place->slab).data() + place->offset, pool->Data(id));
   auto mapped = MapShown(*pool, place->slab), twice = MapShown(*pool, place->slab);
   EXPECT_TRUE(IsFilledWith(mapped->data() + place->offset, kMiB, 7));
-  EXPECT_FALSE(Region::Map(pool->ShowSlab(place->slab).value(), pool->slab_bytes(), /*writable=*/true).ok());
-  EXPECT_EQ(pool->shown_slabs(), 1u);
+  EXPECT_FALSE(Region::Map(pool->shown()->Show(place->slab).value(), pool->slab_bytes(), /*writable=*/true).ok());
+  EXPECT_EQ(pool->shown()->count(), 1u);
   // Free for its tenant alone, and used until then.
   pool->Free(id);
   pool->CheckInvariants();
@@ -151,7 +152,7 @@ TEST(PagePool, AShownSlabStaysItsTenantsUntilNobodyMapsIt) {
   EXPECT_FALSE(pool->CanAllocate(2, 2 * kMiB, 1));
   EXPECT_FALSE(pool->Allocate(2, 2 * kMiB).ok());
   const PageId again = pool->Allocate(1, kMiB).value();
-  EXPECT_EQ(pool->Showable(again)->slab, place->slab);
+  EXPECT_EQ(pool->shown()->Showable(again)->slab, place->slab);
   pool->Free(again);
   mapped.reset();
   EXPECT_FALSE(pool->Allocate(2, 2 * kMiB).ok());
@@ -159,7 +160,7 @@ TEST(PagePool, AShownSlabStaysItsTenantsUntilNobodyMapsIt) {
   // Allocate looks.
   const PageId taken = pool->Allocate(2, 2 * kMiB).value();
   EXPECT_TRUE(IsFilledWith(pool->Data(taken), 2 * kMiB, 0));
-  EXPECT_EQ(pool->shown_slabs(), 0u);
+  EXPECT_EQ(pool->shown()->count(), 0u);
   EXPECT_EQ(pool->used_bytes(), 3 * kMiB);
   pool->Free(taken);
   pool->Free(other);
@@ -173,12 +174,12 @@ TEST(PagePool, ASlabWithBytesOfAnotherTenantIsNotShown) {
   std::memset(pool->Data(first), 7, kMiB);
   pool->Free(first);
   const PageId second = pool->Allocate(2, 4096).value();  // its slot was cleaned, the others are not
-  EXPECT_FALSE(pool->Showable(second).has_value());
-  EXPECT_EQ(pool->ShowSlab(0).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(pool->ShowSlab(1).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_FALSE(pool->shown()->Showable(second).has_value());
+  EXPECT_EQ(pool->shown()->Show(0).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(pool->shown()->Show(1).status().code(), absl::StatusCode::kFailedPrecondition);
   // Nor is one that is cut.
   const auto cut = MakePool(64 * kMiB);
-  EXPECT_FALSE(cut->Showable(cut->Allocate(1, 4096).value()).has_value());
+  EXPECT_FALSE(cut->shown()->Showable(cut->Allocate(1, 4096).value()).has_value());
 }
 
 TEST(PagePool, ShownSlabsOfOneAreHalfOfThePoolWhileOthersHaveSome) {
@@ -186,14 +187,14 @@ TEST(PagePool, ShownSlabsOfOneAreHalfOfThePoolWhileOthersHaveSome) {
   std::vector<PageId> ids;
   for (int i = 0; i < 3; ++i) ids.push_back(pool->Allocate(1, 2 * kMiB).value());
   std::vector<std::unique_ptr<Region>> mapped;
-  for (int i = 0; i < 2; ++i) mapped.push_back(MapShown(*pool, pool->Showable(ids[i])->slab));
+  for (int i = 0; i < 2; ++i) mapped.push_back(MapShown(*pool, pool->shown()->Showable(ids[i])->slab));
   const PageId other = pool->Allocate(2, 4096).value();
-  const auto refused = pool->ShowSlab(pool->Showable(ids[2])->slab);
+  const auto refused = pool->shown()->Show(pool->shown()->Showable(ids[2])->slab);
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
   // Those that are shown already are shown again.
-  mapped.push_back(MapShown(*pool, pool->Showable(ids[1])->slab));
+  mapped.push_back(MapShown(*pool, pool->shown()->Showable(ids[1])->slab));
   pool->Free(other);
-  mapped.push_back(MapShown(*pool, pool->Showable(ids[2])->slab));
+  mapped.push_back(MapShown(*pool, pool->shown()->Showable(ids[2])->slab));
 }
 
 TEST(PagePool, ALaterDaemonLeavesWhatIsStillMappedToItsTenant) {
@@ -203,7 +204,7 @@ TEST(PagePool, ALaterDaemonLeavesWhatIsStillMappedToItsTenant) {
   options.keep = true;
   auto pool = PagePool::Create(options).value();
   const PageId kept = pool->Allocate(1, kMiB).value(), gone = pool->Allocate(1, 2 * kMiB).value();
-  const uint32_t kept_slab = pool->Showable(kept)->slab, gone_slab = pool->Showable(gone)->slab;
+  const uint32_t kept_slab = pool->shown()->Showable(kept)->slab, gone_slab = pool->shown()->Showable(gone)->slab;
   auto of_kept = MapShown(*pool, kept_slab), of_gone = MapShown(*pool, gone_slab);
   const SlabAllocator::SlotPlace place = pool->SlotPlaceOf(kept);
   for (const auto& region : pool->regions()) options.kept.push_back(dup(region->keeper_fd()));
@@ -211,16 +212,16 @@ TEST(PagePool, ALaterDaemonLeavesWhatIsStillMappedToItsTenant) {
   pool = PagePool::Create(options).value();
   ASSERT_TRUE(pool->Restore({{{1, place}}})[0].valid());
   pool->CheckInvariants();
-  EXPECT_EQ(pool->shown_slabs(), 2u);
+  EXPECT_EQ(pool->shown()->count(), 2u);
   // One slab is free; nobody gets the one of which nothing was restored, and only its tenant the other.
   EXPECT_TRUE(pool->CanAllocate(2, 2 * kMiB, 1));
   EXPECT_FALSE(pool->CanAllocate(2, 2 * kMiB, 2));
   EXPECT_FALSE(pool->CanAllocate(1, 2 * kMiB, 2));
   of_kept.reset();
   of_gone.reset();
-  pool->TakeBack();
+  pool->shown()->TakeBack();
   pool->CheckInvariants();
-  EXPECT_EQ(pool->shown_slabs(), 0u);
+  EXPECT_EQ(pool->shown()->count(), 0u);
   EXPECT_TRUE(pool->CanAllocate(2, 2 * kMiB, 2));
 }
 
@@ -261,9 +262,9 @@ TEST(PagePool, AMappingNeverShowsAByteOfAnotherTenant) {
         case 3: {
           if (held.empty()) break;
           const Held& of = held[random() % held.size()];
-          const auto place = pool->Showable(of.id);
+          const auto place = pool->shown()->Showable(of.id);
           if (!place.has_value()) break;
-          const auto fd = pool->ShowSlab(place->slab);
+          const auto fd = pool->shown()->Show(place->slab);
           if (!fd.ok()) break;  // half of the pool
           mapped.push_back({Region::Map(*fd, pool->slab_bytes(), /*writable=*/false).value(), of.tenant});
           break;
@@ -274,7 +275,7 @@ TEST(PagePool, AMappingNeverShowsAByteOfAnotherTenant) {
           mapped.pop_back();
           break;
         default:
-          pool->TakeBack();
+          pool->shown()->TakeBack();
       }
       if (step % 20 != 0) continue;
       pool->CheckInvariants();
@@ -287,7 +288,7 @@ TEST(PagePool, AMappingNeverShowsAByteOfAnotherTenant) {
     }
     mapped.clear();
     for (const Held& each : held) pool->Free(each.id);
-    pool->TakeBack();
+    pool->shown()->TakeBack();
     pool->CheckInvariants();
     EXPECT_EQ(pool->used_bytes(), 0u);
     EXPECT_EQ(pool->free_slabs(), pool->slabs());

@@ -300,33 +300,6 @@ void SlabAllocator::GiveBack(const Spot& spot) {
   if (slab.cut->free.size() == slab.cut->areas.size()) Join(spot.slab);
 }
 
-void SlabAllocator::Bind(uint32_t slab) {
-  KV_CHECK(slab < slabs_.size() && !slabs_[slab].withdrawn && slabs_[slab].cut == nullptr);
-  KV_CHECK(slabs_[slab].area.in_use || slabs_[slab].bound);
-  if (slabs_[slab].bound) return;
-  Count({slab, 0, 0}, false);
-  slabs_[slab].bound = true;
-  ++slabs_[slab].area.account->bound;
-  Count({slab, 0, 0}, true);
-}
-
-void SlabAllocator::Unbind(uint32_t slab) {
-  KV_CHECK(slab < slabs_.size() && slabs_[slab].bound && !slabs_[slab].withdrawn);
-  Area& area = slabs_[slab].area;
-  --area.account->bound;
-  if (area.in_use) {
-    Count({slab, 0, 0}, false);
-    slabs_[slab].bound = false;
-    return Count({slab, 0, 0}, true);
-  }
-  TakeKept(slab);
-  --kept_slabs_;
-  slabs_[slab].bound = false;
-  shares_.Remove(area.account, slab_bytes_);
-  area.account = nullptr;
-  free_slabs_.push_back(slab);
-}
-
 void SlabAllocator::TakeKept(uint32_t slab) {
   const auto kept = kept_free_.find(slabs_[slab].area.tenant);
   KV_CHECK(kept != kept_free_.end());
@@ -334,31 +307,6 @@ void SlabAllocator::TakeKept(uint32_t slab) {
   KV_CHECK(place != kept->second.end());
   kept->second.erase(place);
   if (kept->second.empty()) kept_free_.erase(kept);
-}
-
-void SlabAllocator::Withdraw(uint32_t slab) {
-  KV_CHECK(slab < slabs_.size() && slabs_[slab].bound && !slabs_[slab].area.in_use && !slabs_[slab].withdrawn);
-  TakeKept(slab);
-  slabs_[slab].withdrawn = true;
-  --slabs_[slab].area.account->bound;
-  shares_.Remove(slabs_[slab].area.account, slab_bytes_);
-  slabs_[slab].area.account = nullptr;
-}
-
-void SlabAllocator::Withhold(uint32_t slab) {
-  const auto free = std::find(free_slabs_.begin(), free_slabs_.end(), slab);
-  KV_CHECK(free != free_slabs_.end());
-  free_slabs_.erase(free);
-  slabs_[slab].bound = slabs_[slab].withdrawn = slabs_[slab].withheld = true;
-  ++kept_slabs_;
-}
-
-void SlabAllocator::Restore(uint32_t slab) {
-  KV_CHECK(slab < slabs_.size() && slabs_[slab].withdrawn);
-  if (!slabs_[slab].withheld) slabs_[slab].area.written = false;
-  slabs_[slab].withdrawn = slabs_[slab].bound = slabs_[slab].withheld = false;
-  --kept_slabs_;
-  free_slabs_.push_back(slab);
 }
 
 SlabAllocator::Spot SlabAllocator::SpotOf(uint32_t number) const {

@@ -2,9 +2,10 @@
 //
 // Knows no addresses: a pool owns the memory and one of these. Tenants have areas: slabs, and, where Options says so,
 // small slabs, into which a slab is cut, all of one size. While in use an area belongs to one tenant and holds slots of
-// one size; an area whose last slot is freed becomes free for any tenant and size, unless its slab is bound: then for
-// its tenant alone. The first slots of a size come from small slabs, so that a tenant of few slots holds little; who
-// has filled some gets larger ones, and at last slabs. Where the size that comes next cannot be had, another is taken.
+// one size; an area whose last slot is freed becomes free for any tenant and size, unless its slab is bound
+// (slab_bindings.h): then for its tenant alone. The first slots of a size come from small slabs, so that a tenant of
+// few slots holds little; who has filled some gets larger ones, and at last slabs. Where the size that comes next
+// cannot be had, another is taken.
 //
 // Tenants have payers (pool_shares.h), who are charged for whole areas. Single-threaded.
 //
@@ -96,25 +97,6 @@ class SlabAllocator {
     return slabs_[slab].area.in_use && slabs_[slab].area.tenant == tenant;
   }
 
-  /// Whether others may be shown all of a slab's bytes as its tenant's: it is in use, not cut, and clean.
-  bool IsShowable(uint32_t slab) const { return slabs_[slab].area.in_use && slabs_[slab].area.unclean.empty(); }
-  /// The payer of a slab that is in use and not cut, or bound.
-  const PoolShares::Account& AccountOfSlab(uint32_t slab) const { return *slabs_[slab].area.account; }
-  bool IsBound(uint32_t slab) const { return slabs_[slab].bound; }
-  bool IsBindable(uint32_t slab) const { return slabs_[slab].area.in_use; }
-  bool IsWithdrawn(uint32_t slab) const { return slabs_[slab].withdrawn; }
-  /// Binds a slab that is in use and not cut, or bound already, to its tenant.
-  void Bind(uint32_t slab);
-  /// A bound slab that is not withdrawn, in use or free, is as if it never was bound: its bytes are its tenant's still.
-  void Unbind(uint32_t slab);
-  /// Takes a bound slab that is free away from its tenant; nobody can use it.
-  void Withdraw(uint32_t slab);
-  /// The same of a slab that is free and not bound.
-  void Withhold(uint32_t slab);
-  /// Gives a withdrawn slab, whose bytes are nobody's now, to whoever asks; of one that was withheld they are as
-  /// before.
-  void Restore(uint32_t slab);
-
   /// Who pays for a tenant, before its first slot. A tenant of whom nothing was said pays for itself: its number is its
   /// payer's.
   void SetPayer(TenantId tenant, PayerId payer) { payers_[tenant] = payer; }
@@ -138,6 +120,7 @@ class SlabAllocator {
   void CheckInvariants() const;
 
  private:
+  friend class SlabBindings;
   friend class SlabForecast;
   friend class SlabRestore;
   using Account = PoolShares::Account;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/slab_bindings.h"
 #include "kvmanager/memory/slab_forecast.h"
 
 namespace kvmanager {
@@ -138,7 +139,7 @@ TEST(SlabAllocator, BoundSlabsStayTheirTenantsUntilRestored) {
   SlabAllocator allocator(Slabs(1));
   const auto id = allocator.Allocate(1, kSlabBytes, NothingToClean);
   ASSERT_TRUE(id.ok());
-  allocator.Bind(0);
+  SlabBindings(&allocator).Bind(0);
   allocator.Free(*id);
   EXPECT_EQ(allocator.free_slabs(), 0u);
   EXPECT_EQ(allocator.kept_slabs(), 1u);
@@ -151,11 +152,11 @@ TEST(SlabAllocator, BoundSlabsStayTheirTenantsUntilRestored) {
   ASSERT_TRUE(again.ok());
   EXPECT_EQ(allocator.kept_slabs(), 0u);
   allocator.Free(*again);
-  allocator.Withdraw(0);
+  SlabBindings(&allocator).Withdraw(0);
   allocator.CheckInvariants();
   EXPECT_FALSE(CanAllocate(allocator, 1, 1024, 1));
   EXPECT_FALSE(allocator.Allocate(1, 1024, NothingToClean).ok());
-  allocator.Restore(0);
+  SlabBindings(&allocator).Restore(0);
   EXPECT_EQ(allocator.kept_slabs(), 0u);
   EXPECT_FALSE(allocator.IsCurrent(*again));
   EXPECT_TRUE(
@@ -170,6 +171,7 @@ TEST(SlabAllocator, RandomOperationsAgainstAModel) {
     int slots = 0;
     bool bound = false, withdrawn = false;
     TenantId written_by = 0;  // 0: nobody since it was cleaned
+    TenantId owner = 0;       // while bound
   };
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
@@ -200,6 +202,7 @@ TEST(SlabAllocator, RandomOperationsAgainstAModel) {
           if (!id.ok()) break;
           ModelSlab& used = slabs[allocator.PlaceOf(*id).slab];
           ASSERT_FALSE(used.withdrawn);
+          ASSERT_TRUE(!used.bound || used.owner == tenant);
           ASSERT_TRUE(used.written_by == 0 || used.written_by == tenant);
           used.written_by = tenant;
           ++used.slots;
@@ -223,16 +226,29 @@ TEST(SlabAllocator, RandomOperationsAgainstAModel) {
         }
         case 6:
           if (model.slots > 0) {
-            allocator.Bind(slab);
+            SlabBindings(&allocator).Bind(slab);
             model.bound = true;
+            model.owner = model.written_by;
+          } else {
+            const TenantId tenant = 1 + random() % 3;
+            const bool any = std::any_of(slabs.begin(), slabs.end(), [&](const ModelSlab& each) {
+              return each.slots == 0 && !each.bound && (each.written_by == 0 || each.written_by == tenant);
+            });
+            const auto bound = SlabBindings(&allocator).BindFree(tenant);
+            ASSERT_EQ(bound.has_value(), any);
+            if (!any) break;
+            ASSERT_TRUE(slabs[*bound].slots == 0 && !slabs[*bound].bound);
+            ASSERT_TRUE(slabs[*bound].written_by == 0 || slabs[*bound].written_by == tenant);
+            slabs[*bound].bound = true;
+            slabs[*bound].owner = tenant;
           }
           break;
         case 7:
           if (model.withdrawn) {
-            allocator.Restore(slab);
+            SlabBindings(&allocator).Restore(slab);
             model = ModelSlab();
           } else if (model.bound && model.slots == 0) {
-            allocator.Withdraw(slab);
+            SlabBindings(&allocator).Withdraw(slab);
             model.withdrawn = true;
           }
           break;

@@ -19,6 +19,8 @@
 
 namespace kvmanager {
 
+class ShownSlabs;
+
 class SlotPool {
  public:
   using SlotsWanted = SlabAllocator::SlotsWanted;
@@ -44,9 +46,8 @@ class SlotPool {
     uint32_t slab = 0;
     uint64_t offset = 0;
   };
-  /// PagePool's; nothing and UNIMPLEMENTED of other pools.
-  virtual std::optional<SlabPlace> Showable(PageId) const { return std::nullopt; }
-  virtual absl::StatusOr<int> ShowSlab(uint32_t) { return absl::UnimplementedError("this memory is not shown"); }
+  /// The slabs that other processes may map; nullptr: this memory is not shown.
+  virtual ShownSlabs* shown() { return nullptr; }
 
   /// Would Allocate succeed for all of `wanted`, one behind the other in this order? With `reclaim`: after every
   /// reclaimable slot was freed that the tenant may take (SlabForecast says which).
@@ -70,8 +71,6 @@ class SlotPool {
   /// Marks a handed-out slot as one that its user would free if asked to, or as no such; the mark must change, and must
   /// be taken back before the slot is freed.
   void SetReclaimable(PageId id, bool reclaimable) { allocator_.SetReclaimable(id, reclaimable); }
-  /// Bytes that a slot for `bytes` takes.
-  static size_t RoundedSlotBytes(size_t bytes) { return SlabAllocator::RoundedSlotBytes(bytes); }
 
   /// Whether a slab, 0..slabs() - 1, has handed-out slots of this tenant.
   bool IsOf(uint32_t slab, TenantId tenant) const { return allocator_.IsOf(slab, tenant); }

@@ -193,34 +193,41 @@ absl::Status BlockCalls::CheckAccepting() const {
                             : absl::OkStatus();
 }
 
+absl::Status BlockCalls::CheckMaps(const Session& session) const {
+  if (parts_.maps && session.proof().unix_socket) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      "mapped: this daemon lets clients on Unix sockets alone map its memory, and only with --map-blocks; read without "
+      "it");
+}
+
 absl::StatusOr<kj::Promise<void>> BlockCalls::Read(const std::shared_ptr<Session>& session, const BoundCache& bound,
                                                    ReadBlocksContext& context) const {
   KV_RETURN_IF_ERROR(CheckAccepting());
   const auto request = context.getParams().getRequest();
   KV_RETURN_IF_ERROR(CheckRange(*session, request.getPages(), request.getMapped()).status());
+  std::shared_ptr<const void> lease_place;
   if (request.getMapped()) {
-    if (!parts_.maps || !session->proof().unix_socket) {
-      return absl::FailedPreconditionError(
-          "mapped: this daemon lets clients on Unix sockets alone map its memory, and "
-          "only with --map-blocks; read without it");
-    }
-    KV_RETURN_IF_ERROR(session->CheckRoomForLease());
+    KV_RETURN_IF_ERROR(CheckMaps(*session));
+    KV_ASSIGN_OR_RETURN(lease_place, ReserveBlockLease(session));
   }
   if (request.hasRaw()) return InvalidField("raw", absl::StrCat(request.getRaw().size(), " bytes long"), "empty");
   KV_ASSIGN_OR_RETURN(std::vector<BlockName> names, ReadBlockNames("names", request.getNames(), kTransferPagesMax));
   std::shared_ptr<DiskLoad> load = parts_.store->long_calls().BeginLoad(bound.cache.id, names, request.getFirstBlock());
-  if (load == nullptr) return ReadLoaded(session, bound.cache.id, bound.cache.owner, names, context);
+  if (load == nullptr) {
+    return ReadLoaded(session, std::move(lease_place), bound.cache.id, bound.cache.owner, names, context);
+  }
   return LoadBlocks(session, Method::kReadBlocks, parts_.turns, bound.cache.owner, load)
-      .then([this, session, cache = bound.cache.id, owner = bound.cache.owner, names = std::move(names), load,
-             context]() mutable -> kj::Promise<void> {
-        auto reading = ReadLoaded(session, cache, owner, names, context);
+      .then([this, session, lease_place = std::move(lease_place), cache = bound.cache.id, owner = bound.cache.owner,
+             names = std::move(names), load, context]() mutable -> kj::Promise<void> {
+        auto reading = ReadLoaded(session, std::move(lease_place), cache, owner, names, context);
         if (reading.ok()) return kj::mv(*reading);
         ServeError(*session, Method::kReadBlocks, reading.status(), context);
         return kj::READY_NOW;
       });
 }
 
-absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<Session>& session, CacheId cache,
+absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<Session>& session,
+                                                         std::shared_ptr<const void> lease_place, CacheId cache,
                                                          WorkerPool::Owner owner, const std::vector<BlockName>& names,
                                                          ReadBlocksContext& context) const {
   const auto request = context.getParams().getRequest();
@@ -233,10 +240,11 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<S
   reading->SetRange(range.bytes.data());
   context.releaseParams();
   const int64_t start_ns = parts_.clock->NowNs();
-  auto answer = [this, reading, session, context, owner, mapped, start_ns]() mutable {
+  auto answer = [this, reading, session, lease_place, context, owner, mapped, start_ns]() mutable {
     auto reply = context.getResults().initReply();
     if (auto held = reading->WriteReply(reply, mapped)) {
-      reply.setLease(kj::heap<BlockLeaseService>(session, parts_.workers, parts_.queue, owner, std::move(held)));
+      reply.setLease(kj::heap<BlockLeaseService>(session, std::move(lease_place), parts_.workers, parts_.queue, owner,
+                                                 std::move(held)));
     }
     parts_.metrics->read_seconds.Observe(double(parts_.clock->NowNs() - start_ns) * 1e-9);
     parts_.metrics->read_bytes.Increment(double(reply.getBytes()));

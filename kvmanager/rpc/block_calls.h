@@ -55,9 +55,12 @@ class BlockCalls {
 
  private:
   /// Once what the disk has of the request's blocks is in memory.
-  absl::StatusOr<kj::Promise<void>> ReadLoaded(const std::shared_ptr<Session>& session, CacheId cache,
+  absl::StatusOr<kj::Promise<void>> ReadLoaded(const std::shared_ptr<Session>& session,
+                                               std::shared_ptr<const void> lease_place, CacheId cache,
                                                WorkerPool::Owner owner, const std::vector<BlockName>& names,
                                                ReadBlocksContext& context) const;
+  /// That the client may map slabs. Errors: FAILED_PRECONDITION.
+  absl::Status CheckMaps(const Session& session) const;
 
   class Copying;
   class Reading;

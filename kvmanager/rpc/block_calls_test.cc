@@ -2,10 +2,13 @@
 #include "kvmanager/rpc/block_calls.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <optional>
+#include <set>
 
 #include "kvmanager/base/checksum.h"
 #include "kvmanager/rpc/calls_testing.h"
@@ -90,25 +93,29 @@ class BlockCallsTest : public testing::CallsTest {
     request.setCorruptBlock(corrupt);
     return StatusOf(request.send());
   }
-  absl::StatusCode MapStatus(api::BlocksLease::Client& lease, uint32_t slab) {
-    auto request = lease.mapSlabRequest();
+  template <typename From>
+  absl::StatusCode MapStatus(From& from, uint32_t slab) {
+    auto request = from.mapSlabRequest();
     request.setSlab(slab);
     return StatusOf(request.send());
   }
-  std::unique_ptr<Region> Map(api::BlocksLease::Client& lease, uint32_t slab) {
-    auto request = lease.mapSlabRequest();
+  // By a lease, or of bindSlabs.
+  template <typename From>
+  std::unique_ptr<Region> Map(From& from, uint32_t slab) {
+    auto request = from.mapSlabRequest();
     request.setSlab(slab);
     std::unique_ptr<Region> region;
     auto waiting = request.send()
                        .then([&](auto response) {
                          EXPECT_EQ(response.getBytes(), test().pool->slab_bytes());
-                         auto slab = response.getSlab();
-                         return slab.getFd().attach(kj::mv(response));
-                       })
-                       .then([&](kj::Maybe<int> fd) {
-                         auto mapped = Region::Map(dup(KJ_ASSERT_NONNULL(fd)), test().pool->slab_bytes(), false);
-                         EXPECT_TRUE(mapped.ok()) << mapped.status();
-                         region = *std::move(mapped);
+                         api::Slab::Client slab = response.getSlab();
+                         auto descriptor = slab.getFd();
+                         // The capability keeps the descriptor open until it is mapped.
+                         return descriptor.then([&, slab = kj::mv(slab)](kj::Maybe<int> fd) {
+                           auto mapped = Region::Map(dup(KJ_ASSERT_NONNULL(fd)), test().pool->slab_bytes(), false);
+                           EXPECT_TRUE(mapped.ok()) << mapped.status();
+                           region = *std::move(mapped);
+                         });
                        })
                        .eagerlyEvaluate(nullptr);
     loop_.Run([&] { return region != nullptr; });
@@ -258,10 +265,10 @@ TEST_F(BlockCallsTest, MappedPagesStayWhereTheyLieAndAreReadThere) {
   EXPECT_EQ(*store().caches().Purge(cache()), 5u);
   EXPECT_EQ(test().pool->slot_bytes_used(), 0u);
   // The slabs are the tenant's as long as somebody maps them.
-  EXPECT_EQ(test().pool->shown_slabs(), slabs.size());
+  EXPECT_EQ(test().pool->shown()->count(), slabs.size());
   slabs.clear();
-  test().pool->TakeBack();
-  EXPECT_EQ(test().pool->shown_slabs(), 0u);
+  test().pool->shown()->TakeBack();
+  EXPECT_EQ(test().pool->shown()->count(), 0u);
 }
 
 TEST_F(BlockCallsTest, ALeaseEndsWithItsCapability) {
@@ -301,11 +308,11 @@ TEST_F(BlockCallsTest, PagesThatMayNotBeMappedAreCopiedBesideTheOthers) {
   Open();
   const Text text = MakeText(4 * kPage);
   {
-    // Bytes of another tenant are left in a slab, so it is not shown.
-    const PageId other = test().pool->Allocate(99, 4096).value();
-    test().pool->Free(other);
+    // Bytes of another tenant are left in the slab that is free, so it is not shown.
     std::vector<PageId> rest;
     while (test().pool->free_slabs() > 1) rest.push_back(test().pool->Allocate(99, test().pool->slab_bytes()).value());
+    const PageId other = test().pool->Allocate(99, 4096).value();
+    test().pool->Free(other);
     Store(text, 4);
     for (const PageId id : rest) test().pool->Free(id);
   }

@@ -14,13 +14,15 @@ constexpr uint32_t kIntact = UINT32_MAX;
 
 }  // namespace
 
-BlockLeaseService::BlockLeaseService(std::shared_ptr<Session> session, WorkerPool* workers, MessageQueue* queue,
-                                     WorkerPool::Owner owner, std::unique_ptr<BlockReads> reads)
-    : session_(std::move(session)), workers_(workers), queue_(queue), owner_(owner), reads_(std::move(reads)) {
-  session_->NoteLease(true);
-}
-
-BlockLeaseService::~BlockLeaseService() { session_->NoteLease(false); }
+BlockLeaseService::BlockLeaseService(std::shared_ptr<Session> session, std::shared_ptr<const void> place,
+                                     WorkerPool* workers, MessageQueue* queue, WorkerPool::Owner owner,
+                                     std::unique_ptr<BlockReads> reads)
+    : session_(std::move(session)),
+      place_(std::move(place)),
+      workers_(workers),
+      queue_(queue),
+      owner_(owner),
+      reads_(std::move(reads)) {}
 
 absl::Status BlockLeaseService::CheckHeld() const {
   if (reads_ == nullptr) return absl::FailedPreconditionError("the lease was released before");

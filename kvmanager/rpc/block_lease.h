@@ -19,10 +19,9 @@ namespace kvmanager {
 
 class BlockLeaseService final : public api::BlocksLease::Server {
  public:
-  /// workers, queue: outlive it. owner: whose work comparing is.
-  BlockLeaseService(std::shared_ptr<Session> session, WorkerPool* workers, MessageQueue* queue, WorkerPool::Owner owner,
-                    std::unique_ptr<BlockReads> reads);
-  ~BlockLeaseService();
+  /// place: ReserveBlockLease's. workers, queue: outlive it. owner: whose work comparing is.
+  BlockLeaseService(std::shared_ptr<Session> session, std::shared_ptr<const void> place, WorkerPool* workers,
+                    MessageQueue* queue, WorkerPool::Owner owner, std::unique_ptr<BlockReads> reads);
 
   kj::Promise<void> release(ReleaseContext context) override;
   kj::Promise<void> mapSlab(MapSlabContext context) override;
@@ -31,6 +30,7 @@ class BlockLeaseService final : public api::BlocksLease::Server {
   absl::Status CheckHeld() const;
 
   const std::shared_ptr<Session> session_;
+  const std::shared_ptr<const void> place_;
   WorkerPool* const workers_;
   MessageQueue* const queue_;
   const WorkerPool::Owner owner_;

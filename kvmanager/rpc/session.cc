@@ -21,12 +21,6 @@ absl::Status Session::CheckRoomForSequence(Begins begins) const {
                     absl::StrCat("below ", limits::kSequencesMax));
 }
 
-absl::Status Session::CheckRoomForLease() const {
-  if (block_leases_ < limits::kBlockLeasesMax) return absl::OkStatus();
-  return FieldError(absl::StatusCode::kResourceExhausted, "leases on blocks of this connection",
-                    absl::StrCat(block_leases_), absl::StrCat("below ", limits::kBlockLeasesMax));
-}
-
 void Session::Hold(SequenceId sequence, CacheId cache) {
   sequences_.emplace(sequence, cache);
   use_->sequences = sequences_.size();
@@ -75,6 +69,16 @@ absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<S
   }
   ++caches;
   return std::shared_ptr<const void>(session.get(), [session](const void*) { --session->use_->caches; });
+}
+
+absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session) {
+  size_t& leases = session->block_leases_;
+  if (leases >= limits::kBlockLeasesMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "leases on blocks of this connection", absl::StrCat(leases),
+                      absl::StrCat("below ", limits::kBlockLeasesMax));
+  }
+  ++leases;
+  return std::shared_ptr<const void>(session.get(), [session](const void*) { --session->block_leases_; });
 }
 
 uint32_t Session::AddArena(std::shared_ptr<Region> region) {

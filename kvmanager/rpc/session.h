@@ -100,11 +100,6 @@ class Session {
     return found != sequences_.end() && found->second == cache;
   }
 
-  // Leases on blocks that are read where they lie.
-  /// Errors: RESOURCE_EXHAUSTED.
-  absl::Status CheckRoomForLease() const;
-  void NoteLease(bool held) { block_leases_ += held ? 1 : -1; }
-
   // Arenas in host memory; those on GPUs are numbered with them. Regions are shared with the calls that use them.
   absl::Status ReserveArena(uint64_t bytes);
   void UnreserveArena(uint64_t bytes);
@@ -140,6 +135,7 @@ class Session {
 
  private:
   friend absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<Session>& session);
+  friend absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session);
 
   /// Who pays for arenas; over TCP nobody shares memory with this host.
   uint32_t User() const { return proof_.uid.value_or(UINT32_MAX); }
@@ -164,6 +160,8 @@ class Session {
 
 /// A place for one capability of a cache of this session: kept by it, or by what makes it. Errors: RESOURCE_EXHAUSTED.
 absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<Session>& session);
+/// The same for a lease on blocks that are read where they lie.
+absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session);
 
 /// Space that a connection fills with one arena: given back when the arena's memory goes.
 class ArenaMemory {

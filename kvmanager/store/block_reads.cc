@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/shown_slabs.h"
 #include "kvmanager/store/page_bytes.h"
 
 namespace kvmanager {
@@ -30,7 +31,7 @@ class BlockReadsImpl final : public BlockReads {
   }
 
   void Find(uint32_t first, absl::Span<const BlockName> names, const ReadRoom& room) {
-    mapped_ = room.mapped;
+    if (room.mapped) shown_ = cache_->tier->pool()->shown();
     uint64_t bytes_max = room.bytes_max;
     MatchResult match;
     HitTierCounts tiers{};
@@ -102,7 +103,7 @@ class BlockReadsImpl final : public BlockReads {
       return InvalidField("slab", slab, "one of those where pages of this lease are");
     }
     SlotPool& pool = *cache_->tier->pool();
-    KV_ASSIGN_OR_RETURN(const int fd, pool.ShowSlab(slab));
+    KV_ASSIGN_OR_RETURN(const int fd, pool.shown()->Show(slab));
     return ShownSlab{fd, pool.slab_bytes()};
   }
   bool closed() const override { return alive_.expired(); }
@@ -120,7 +121,7 @@ class BlockReadsImpl final : public BlockReads {
       const size_t bytes = encoded ? cache_->page_bytes(layer) : cache_->layout().raw_bytes();
       const PageId slot = encoded ? page.encoded : page.raw;
       pages_.push_back({PageData(*cache_, slot), static_cast<uint32_t>(bytes), layer, /*raw=*/!encoded,
-                        mapped_ ? cache_->tier->pool()->Showable(slot) : std::nullopt});
+                        shown_ == nullptr ? std::nullopt : shown_->Showable(slot)});
     }
     return true;
   }
@@ -129,10 +130,10 @@ class BlockReadsImpl final : public BlockReads {
   LeasePages* const lease_pages_;
   const std::shared_ptr<Cache> cache_;  // shared: see Block
   const std::weak_ptr<const bool> alive_;
-  bool mapped_ = false;
-  uint64_t counted_ = 0;        // of pages_, as those of a lease
-  std::vector<Block*> found_;   // held: their pages keep these forms
-  std::vector<bool> verified_;  // [blocks] lately
+  ShownSlabs* shown_ = nullptr;  // if places were asked for, and there are some
+  uint64_t counted_ = 0;         // of pages_, as those of a lease
+  std::vector<Block*> found_;    // held: their pages keep these forms
+  std::vector<bool> verified_;   // [blocks] lately
   std::vector<StoredPage> pages_;
   std::vector<uint64_t> checksums_;  // [pages]
   MissReason reason_ = MissReason::kNone;

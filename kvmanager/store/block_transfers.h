@@ -68,7 +68,7 @@ class BlockReads {
   /// XXH3-64 of the bytes of page `page` when they were stored.
   virtual uint64_t checksum(size_t page) const = 0;
   /// A slab in which one of the pages has its place. Errors: INVALID_ARGUMENT; UNAVAILABLE (the store has closed);
-  /// PagePool::ShowSlab's.
+  /// ShownSlabs::Show's.
   virtual absl::StatusOr<ShownSlab> ShowSlab(uint32_t slab) = 0;
   /// Whether the store has closed: its memory may be gone.
   virtual bool closed() const = 0;

@@ -20,7 +20,7 @@ class LayersTest : public PageStoreTest {
  protected:
   LayersTest() { pool_bytes_ = 128 << 20; }
   uint64_t SlotBytes(CacheId cache, int layer) {
-    return PagePool::RoundedSlotBytes(store().caches().codec(cache)->info().page_bytes(layer));
+    return SlabAllocator::RoundedSlotBytes(store().caches().codec(cache)->info().page_bytes(layer));
   }
 };
 

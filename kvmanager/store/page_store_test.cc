@@ -250,7 +250,7 @@ TEST_F(PageStoreTest, PrefixHitsShareBytesAndAreAged) {
   EXPECT_EQ(store().Describe(b->sequence)->published_blocks, 8);
   store().Drop(a);
   EXPECT_EQ(test().pool->used_bytes(),
-            2u * 8 * PagePool::RoundedSlotBytes(store().caches().codec(cache)->info().encoded_bytes));
+            2u * 8 * SlabAllocator::RoundedSlotBytes(store().caches().codec(cache)->info().encoded_bytes));
   EXPECT_EQ(Gauge("kvmanager_page_bytes{codec=\"fake\",form=\"encoded\",state=\"resident\",tier=\"host\"}"),
             static_cast<double>(test().pool->used_bytes()));
 }

@@ -289,11 +289,12 @@ CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::strin
 
 namespace {
 
-std::unique_ptr<PagePool> MakePool(uint64_t bytes) {
+std::unique_ptr<PagePool> MakePool(uint64_t bytes, const Clock* clock) {
   PagePool::Options options;
   options.pool_bytes = bytes;
   options.slab_bytes = 2 << 20;
   options.huge_pages = false;
+  options.clock = clock;
   auto pool = PagePool::Create(options);
   KV_CHECK(pool.ok());
   return *std::move(pool);
@@ -350,7 +351,7 @@ TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves, Evi
     : store_metrics(&metrics) {
   RegisterTestCodecs(&registry);
   if (keeper == nullptr) {
-    pool = MakePool(pool_bytes);
+    pool = MakePool(pool_bytes, &clock);
   } else {
     PagePool::Options options{.pool_bytes = pool_bytes, .huge_pages = false, .keep = true};
     for (const int fd : keeper->pool) options.kept.push_back(dup(fd));
@@ -368,7 +369,7 @@ TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves, Evi
   }
   std::vector<StoreDevice> devices;
   if (device_bytes > 0) {
-    device.pool = MakePool(device_bytes);
+    device.pool = MakePool(device_bytes, &clock);
     devices.push_back(
         {TestDevice::kOrdinal, device.pool.get(), &device.epochs, &device.executor, moves ? &device.mover : nullptr});
   }

@@ -69,7 +69,8 @@ def aligned(nbytes: int):
 
 class Blocks(unittest.TestCase):
     def setUp(self) -> None:
-        self.daemon = self.enterContext(Daemon())
+        # Of so few slabs none is cut: what is stored first may be mapped too.
+        self.daemon = self.enterContext(Daemon(flags=("--slab-bytes", "16MiB")))
         self.client = self.enterContext(kv.connect(self.daemon.listen, name="test"))
         self.arena = self.client.create_arena(8 << 20)
         self.prompt = Prompt(3, BLOCKS * 64)

@@ -1,0 +1,145 @@
+#include "kvmanager/memory/shown_slabs.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+
+std::optional<SlotPool::SlabPlace> ShownSlabs::Showable(PageId id) const {
+  const SlabAllocator::Place place = allocator_.PlaceOf(id);
+  if (regions_.empty() || !SlabBindings(&allocator_).IsShowable(place.slab)) return std::nullopt;
+  return SlotPool::SlabPlace{place.slab, place.offset};
+}
+
+bool ShownSlabs::HasOthers(const PoolShares::Account& account) const {
+  const auto& payers = allocator_.shares().by_excess();
+  return payers.size() > (account.charge > 0 ? 1 : 0);
+}
+
+uint64_t ShownSlabs::MostBeside(const PoolShares::Account& account) const {
+  return std::max(allocator_.capacity_bytes() / 2, account.guaranteed_bytes);
+}
+
+absl::StatusOr<int> ShownSlabs::Show(uint32_t slab) {
+  SlabBindings bindings(&allocator_);
+  if (slab >= regions_.size() || !bindings.IsShowable(slab)) {
+    return absl::FailedPreconditionError("the slab is not to be mapped");
+  }
+  if (!bindings.IsBound(slab)) {
+    TakeBack();
+    const PoolShares::Account& account = bindings.AccountOf(slab);
+    const uint64_t bytes = (account.bound + 1) * allocator_.slab_bytes();
+    if (HasOthers(account) && bytes > MostBeside(account)) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, "mapped slabs",
+                        absl::StrCat(bytes, " bytes of this tenant"),
+                        absl::StrCat("at most ", MostBeside(account), " while others have memory"));
+    }
+  }
+  KV_ASSIGN_OR_RETURN(const int fd, regions_[slab]->OpenForReading());
+  if (!bindings.IsBound(slab)) {
+    bindings.Bind(slab);
+    Add(slab, /*ahead=*/false);
+  }
+  return fd;
+}
+
+absl::StatusOr<std::vector<uint32_t>> ShownSlabs::Bind(TenantId tenant, uint64_t bytes) {
+  if (regions_.empty()) return absl::FailedPreconditionError("the memory of this daemon is not to be mapped");
+  TakeBack();
+  SlabBindings bindings(&allocator_);
+  uint64_t wanted = bytes / allocator_.slab_bytes();
+  for (const Shown& shown : shown_) {
+    if (bindings.IsBoundTo(shown.slab, tenant) && wanted > 0) --wanted;
+  }
+  const auto may_have_more = [&] {
+    const PoolShares::Account& account = bindings.AccountOfTenant(tenant);
+    const uint64_t most =
+        HasOthers(account) ? MostBeside(account)
+                           : std::max(allocator_.capacity_bytes() / kParts * kAloneNumerator, account.guaranteed_bytes);
+    return wanted > 0 && (account.bound + 1) * allocator_.slab_bytes() <= most;
+  };
+  for (uint32_t slab = 0; slab < regions_.size() && may_have_more(); ++slab) {
+    if (bindings.IsBound(slab) || !allocator_.IsOf(slab, tenant) || !bindings.IsShowable(slab)) continue;
+    bindings.Bind(slab);
+    Add(slab, /*ahead=*/true);
+    --wanted;
+  }
+  while (may_have_more()) {
+    const std::optional<uint32_t> slab = bindings.BindFree(tenant);
+    if (!slab.has_value()) break;
+    Add(*slab, /*ahead=*/true);
+    --wanted;
+  }
+  std::vector<uint32_t> bound;
+  for (const Shown& shown : shown_) {
+    if (bindings.IsBoundTo(shown.slab, tenant) && bindings.IsShowable(shown.slab)) bound.push_back(shown.slab);
+  }
+  return bound;
+}
+
+absl::StatusOr<int> ShownSlabs::ShowBound(TenantId tenant, uint32_t slab) {
+  SlabBindings bindings(&allocator_);
+  if (slab >= regions_.size() || !bindings.IsBoundTo(slab, tenant) || !bindings.IsShowable(slab)) {
+    return absl::FailedPreconditionError("the slab is not bound to this tenant");
+  }
+  return regions_[slab]->OpenForReading();
+}
+
+std::vector<uint32_t> ShownSlabs::Recalled(TenantId tenant) {
+  std::vector<uint32_t> recalled;
+  if (allocator_.free_slabs() >= std::max(1u, allocator_.slabs() / static_cast<uint32_t>(kParts))) return recalled;
+  SlabBindings bindings(&allocator_);
+  const PoolShares::Account& account = bindings.AccountOfTenant(tenant);
+  const uint64_t most = HasOthers(account) ? MostBeside(account) : allocator_.capacity_bytes();
+  uint64_t own_bound = account.bound * allocator_.slab_bytes();
+  for (size_t looks = shown_.size(); looks > 0 && recalled.size() < kRecallsMax; --looks) {
+    if (recall_ >= shown_.size()) recall_ = 0;
+    const Shown& shown = shown_[recall_++];
+    if (allocator_.InUse(shown.slab) || bindings.IsWithdrawn(shown.slab) || IsRecent(shown)) continue;
+    if (bindings.IsBoundTo(shown.slab, tenant)) {
+      if (own_bound <= most) continue;
+      own_bound -= allocator_.slab_bytes();
+    }
+    recalled.push_back(shown.slab);
+  }
+  return recalled;
+}
+
+void ShownSlabs::TakeBack() {
+  SlabBindings bindings(&allocator_);
+  for (size_t looks = std::min(kLooksMax, shown_.size()); looks > 0; --looks) {
+    if (look_ >= shown_.size()) look_ = 0;
+    Shown& shown = shown_[look_];
+    if ((shown.ahead && IsRecent(shown)) || regions_[shown.slab]->HasReaders()) {
+      ++look_;
+      continue;
+    }
+    if (bindings.IsWithdrawn(shown.slab)) {
+      bindings.Restore(shown.slab);
+    } else {
+      bindings.Unbind(shown.slab);
+    }
+    shown = shown_.back();
+    shown_.pop_back();
+  }
+}
+
+void ShownSlabs::FindReaders() {
+  SlabBindings bindings(&allocator_);
+  for (uint32_t slab = 0; slab < regions_.size(); ++slab) {
+    if (!regions_[slab]->HasReaders()) continue;
+    if (!allocator_.InUse(slab)) {
+      bindings.Withhold(slab);
+    } else if (bindings.IsBindable(slab)) {
+      bindings.Bind(slab);
+    } else {
+      continue;  // of several tenants: it was never shown
+    }
+    Add(slab, /*ahead=*/false);
+  }
+}
+
+}  // namespace kvmanager
