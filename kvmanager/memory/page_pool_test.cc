@@ -197,6 +197,32 @@ TEST(PagePool, ShownSlabsOfOneAreHalfOfThePoolWhileOthersHaveSome) {
   mapped.push_back(MapShown(*pool, pool->shown()->Showable(ids[2])->slab));
 }
 
+std::unique_ptr<Region> MapBound(PagePool& pool, TenantId tenant, uint32_t slab) {
+  const auto fd = pool.shown()->ShowBound(tenant, slab);
+  EXPECT_TRUE(fd.ok()) << fd.status();
+  auto mapped = Region::Map(*fd, pool.slab_bytes(), /*writable=*/false);
+  EXPECT_TRUE(mapped.ok()) << mapped.status();
+  return *std::move(mapped);
+}
+
+TEST(PagePool, NobodyGivesWhatLiesInBoundSlabs) {
+  const auto pool = MakePool(8 * kMiB);
+  const auto bound = pool->shown()->Bind(1, 6 * kMiB).value();
+  ASSERT_EQ(bound.size(), 3u);
+  std::vector<std::unique_ptr<Region>> mapped;
+  for (const uint32_t slab : bound) mapped.push_back(MapBound(*pool, 1, slab));
+  std::vector<PageId> ids;
+  for (int i = 0; i < 3; ++i) ids.push_back(pool->Allocate(1, 2 * kMiB).value());
+  const PageId other = pool->Allocate(2, kMiB).value();
+  for (const PageId id : ids) pool->SetReclaimable(id, true);
+  pool->SetReclaimable(other, true);
+  const SlotPool::SlotsWanted wanted{2 * kMiB, 1};
+  EXPECT_TRUE(pool->CanAllocate(2, {&wanted, 1}, /*reclaim=*/true));
+  EXPECT_EQ(pool->NextToGive(2, {&wanted, 1}, [](PayerId) { return true; }), 2u);
+  for (const PageId id : ids) pool->SetReclaimable(id, false);
+  pool->SetReclaimable(other, false);
+}
+
 TEST(PagePool, ALaterDaemonLeavesWhatIsStillMappedToItsTenant) {
   PagePool::Options options;
   options.pool_bytes = 6 * kMiB;

@@ -149,7 +149,9 @@ std::optional<PayerId> SlabForecast::NextToGive(TenantId tenant, absl::Span<cons
   const int64_t excess = ExcessOf(account, charge);
   const auto& by_excess = of_.shares_.by_excess();
   for (auto each = by_excess.rbegin(); each != by_excess.rend() && each->first > excess; ++each) {
-    if (each->second->payer != payer && has(each->second->payer)) return each->second->payer;
+    // Of one whose areas are bound, or hold what it must keep, nothing would come to others.
+    const Account& other = *each->second;
+    if (other.payer != payer && ReclaimableAsWhole(other) > 0 && has(other.payer)) return other.payer;
   }
   if (has(payer)) return payer;
   return std::nullopt;
