@@ -197,8 +197,7 @@ struct MappedBlocks {
   uint64_t bytes = 0;         // of the range that pages take which do not lie in memory that is mapped
   std::string raw;            // [blocks][layers] 1 where a page is raw, else 0
   /// [blocks][layers] where the page begins in this process, a multiple of 64: in the range, or in memory that is
-  /// mapped for reading and stays so until the client is gone, or connects again and the lease is gone. An address of a
-  /// page that no lease holds any more may be read, and gives any bytes.
+  /// mapped for reading and stays so as long as the lease does: the daemon may want back what no lease holds.
   std::vector<uint64_t> pages;
   std::vector<uint64_t> checksums;     // [blocks][layers] XXH3-64 of the page's bytes
   std::unique_ptr<BlocksLease> lease;  // nullptr: all pages are in the range
@@ -587,6 +586,11 @@ class Cache {
   virtual Pending<absl::StatusOr<MappedBlocks>> MapBlocksAsync(const BlockRange& range,
                                                                std::shared_ptr<SlabPinner> pinner);
   absl::StatusOr<MappedBlocks> MapBlocks(const BlockRange& range, std::shared_ptr<SlabPinner> pinner = nullptr);
+  /// Maps memory of the daemon's ahead of need, pinned as by MapBlocksAsync, so that calls of that need not: until the
+  /// slabs of the cache's tenant that this process has mapped are `bytes`, or the daemon gives no more: half of its
+  /// pool, 7/8 while nobody else has some. Each step of it has the deadline. Returns how many bytes of them are mapped.
+  /// Errors: as MapBlocksAsync's, where memory was mapped before them too; and why it could not be pinned.
+  virtual absl::StatusOr<uint64_t> BindSlabs(uint64_t bytes, std::shared_ptr<SlabPinner> pinner);
   /// raw: [names][layers], 1 where a page is raw. The range must not change before the result was waited for. Errors:
   /// INVALID_ARGUMENT naming page and place (NaN or Inf), DATA_LOSS (no page of the codec's), RESOURCE_EXHAUSTED.
   virtual Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range,

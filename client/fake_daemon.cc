@@ -147,6 +147,20 @@ class SlabServer final : public api::Slab::Server {
   kj::AutoCloseFd fd_;
 };
 
+template <typename Context>
+kj::Promise<void> MapSlab(FakeDaemon& daemon, Context& context) {
+  const uint32_t slab = context.getParams().getSlab();
+  daemon.Change([](auto& seen) { ++seen.slabs_asked; });
+  auto results = context.getResults();
+  if (slab == FakeDaemon::kRefusedSlab) {
+    results.initStatus().setCode(9);
+    return kj::READY_NOW;
+  }
+  results.setSlab(kj::heap<SlabServer>(slab));
+  results.setBytes(FakeDaemon::kSlabBytes);
+  return kj::READY_NOW;
+}
+
 class BlocksLeaseServer final : public api::BlocksLease::Server {
  public:
   explicit BlocksLeaseServer(FakeDaemon& daemon) : daemon_(daemon) {
@@ -161,18 +175,7 @@ class BlocksLeaseServer final : public api::BlocksLease::Server {
     if (corrupt == 1) context.getResults().initStatus().setCode(14);
     return kj::READY_NOW;
   }
-  kj::Promise<void> mapSlab(MapSlabContext context) override {
-    const uint32_t slab = context.getParams().getSlab();
-    daemon_.Change([](auto& seen) { ++seen.slabs_asked; });
-    auto results = context.getResults();
-    if (slab == FakeDaemon::kRefusedSlab) {
-      results.initStatus().setCode(9);
-      return kj::READY_NOW;
-    }
-    results.setSlab(kj::heap<SlabServer>(slab));
-    results.setBytes(FakeDaemon::kSlabBytes);
-    return kj::READY_NOW;
-  }
+  kj::Promise<void> mapSlab(MapSlabContext context) override { return MapSlab(daemon_, context); }
 
  private:
   FakeDaemon& daemon_;
@@ -256,8 +259,18 @@ class CacheServer final : public api::Cache::Server {
     reply.setPlaces(data(blocks.places));
     reply.setChecksums(data(blocks.checksums));
     if (blocks.lease) reply.setLease(kj::heap<BlocksLeaseServer>(daemon_));
+    reply.setUnmap(kj::arrayPtr(blocks.unmap.data(), blocks.unmap.size()));
     return kj::READY_NOW;
   }
+  kj::Promise<void> bindSlabs(BindSlabsContext context) override {
+    const uint64_t bytes = context.getParams().getBytes();
+    daemon_.Change([&](auto& seen) { seen.bound_bytes = bytes; });
+    const std::vector<uint32_t> bound = daemon_.blocks().bound;
+    context.getResults().setSlabs(
+        kj::arrayPtr(bound.data(), std::min<uint64_t>(bound.size(), bytes / FakeDaemon::kSlabBytes)));
+    return kj::READY_NOW;
+  }
+  kj::Promise<void> mapSlab(MapSlabContext context) override { return MapSlab(daemon_, context); }
   kj::Promise<void> claim(ClaimContext context) override {
     auto results = context.getResults();
     results.setTokens(64);

@@ -45,6 +45,7 @@ class FakeDaemon {
     int arenas_alive = 0;
     int leases_alive = 0;        // of blocks
     int slabs_asked = 0;         // calls of mapSlab
+    uint64_t bound_bytes = 0;    // of the last call of bindSlabs
     uint32_t corrupt_block = 0;  // of the last lease that was released
     int mapped_at_the_end = 0;   // slabs in this process's memory when a connection ended
     std::string client_name;
@@ -67,6 +68,8 @@ class FakeDaemon {
     uint64_t bytes = 0;
     std::string raw, places, checksums;
     bool lease = true;
+    std::vector<uint32_t> unmap;
+    std::vector<uint32_t> bound;  // what bindSlabs gives, as many as are asked for
   };
   void SetBlocks(Blocks blocks);
   Blocks blocks() const;

@@ -289,6 +289,7 @@ class CacheImpl final : public Cache {
   Pending<absl::StatusOr<ReadBlocksResult>> ReadBlocksAsync(const BlockRange& range) override;
   Pending<absl::StatusOr<MappedBlocks>> MapBlocksAsync(const BlockRange& range,
                                                        std::shared_ptr<SlabPinner> pinner) override;
+  absl::StatusOr<uint64_t> BindSlabs(uint64_t bytes, std::shared_ptr<SlabPinner> pinner) override;
   Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range,
                                                               absl::Span<const uint8_t> raw) override;
   Pending<absl::StatusOr<ExtendOutcome>> ExtendAsync(const ExtendBatch& batch) override;
@@ -377,6 +378,9 @@ class CacheImpl final : public Cache {
   absl::StatusOr<uint64_t> CheckStep(const StepBatch& batch) const;
 
   absl::StatusOr<uint64_t> CheckRead(const ReadBatch& batch) const;
+
+  /// Whether the daemon's memory may be mapped here.
+  absl::Status CheckMaps() const;
 
   /// Bytes of the request, or what is wrong.
   absl::StatusOr<uint64_t> CheckBlocks(const BlockRange& range, size_t raw_bytes, bool may_be_none = false) const;
@@ -564,21 +568,23 @@ Pending<absl::StatusOr<ReadBlocksResult>> CacheImpl::ReadBlocksAsync(const Block
       handle_.connection().options().deadline_ms);
 }
 
+absl::Status CacheImpl::CheckMaps() const {
+  KV_RETURN_IF_ERROR(handle_.Usable());
+  const Connection& connection = handle_.connection();
+  if (!connection.address().is_unix) {
+    return absl::FailedPreconditionError("the daemon's memory is mapped over Unix sockets only");
+  }
+  if (connection.maps_blocks()) return absl::OkStatus();
+  return absl::UnimplementedError("the daemon does not let its memory be mapped: it lacks the feature map-blocks");
+}
+
 Pending<absl::StatusOr<MappedBlocks>> CacheImpl::MapBlocksAsync(const BlockRange& range,
                                                                 std::shared_ptr<SlabPinner> pinner) {
   using Result = absl::StatusOr<MappedBlocks>;
-  if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
-  Connection& connection = handle_.connection();
-  if (!connection.address().is_unix) {
-    return Ready<Result>(absl::FailedPreconditionError("the daemon's memory is mapped over Unix sockets only"));
-  }
-  if (!connection.maps_blocks()) {
-    return Ready<Result>(
-        absl::UnimplementedError("the daemon does not let its memory be mapped: it lacks the feature map-blocks"));
-  }
+  if (absl::Status maps = CheckMaps(); !maps.ok()) return Ready<Result>(maps);
   const auto bytes = CheckBlocks(range, 0, /*may_be_none=*/true);
   if (!bytes.ok()) return Ready<Result>(bytes.status());
-  connection.slabs()->PinWith(std::move(pinner));
+  handle_.connection().slabs()->PinWith(std::move(pinner));
   auto call = handle_.cap().readBlocksRequest(capnp::MessageSize{*bytes / sizeof(capnp::word), 0});
   auto request = call.initRequest();
   WriteBlockRange(range, request);
@@ -593,6 +599,12 @@ Pending<absl::StatusOr<MappedBlocks>> CacheImpl::MapBlocksAsync(const BlockRange
                                                          .page_tokens = uint16_t(o.page_tokens)}
                                                   .raw_bytes(),
                             .range = range.pages});
+}
+
+absl::StatusOr<uint64_t> CacheImpl::BindSlabs(uint64_t bytes, std::shared_ptr<SlabPinner> pinner) {
+  KV_RETURN_IF_ERROR(CheckMaps());
+  handle_.connection().slabs()->PinWith(std::move(pinner));
+  return client::BindSlabs(handle_.connection(), handle_.cap(), bytes);
 }
 
 Pending<absl::StatusOr<WriteBlocksResult>> CacheImpl::WriteBlocksAsync(const BlockRange& range,
@@ -681,6 +693,10 @@ absl::Status BlocksLease::Release(std::optional<uint32_t> corrupt_block) { retur
 
 Pending<absl::StatusOr<MappedBlocks>> Cache::MapBlocksAsync(const BlockRange&, std::shared_ptr<SlabPinner>) {
   return Ready<absl::StatusOr<MappedBlocks>>(absl::UnimplementedError("this client maps no blocks"));
+}
+
+absl::StatusOr<uint64_t> Cache::BindSlabs(uint64_t, std::shared_ptr<SlabPinner>) {
+  return absl::UnimplementedError("this client maps no blocks");
 }
 
 absl::StatusOr<MappedBlocks> Cache::MapBlocks(const BlockRange& range, std::shared_ptr<SlabPinner> pinner) {

@@ -33,10 +33,19 @@ HostSlabs::~HostSlabs() {
     new std::shared_ptr<SlabPinner>(std::move(pinner_));  // the parent's
     return;
   }
-  for (const auto& [number, slab] : slabs_) {
-    if (slab.pinned) pinner_->Unpin(slab.data);
-    ::munmap(slab.reserved, slab.reserved_bytes);
-  }
+  for (const auto& [number, slab] : slabs_) Unmap(slab);
+}
+
+void HostSlabs::Unmap(const Slab& slab) {
+  if (slab.pinned) pinner_->Unpin(slab.data);
+  ::munmap(slab.reserved, slab.reserved_bytes);
+}
+
+void HostSlabs::Unmap(uint32_t slab) {
+  const auto found = slabs_.find(slab);
+  if (found == slabs_.end()) return;
+  Unmap(found->second);
+  slabs_.erase(found);
 }
 
 absl::Span<const uint8_t> HostSlabs::Find(uint32_t slab) const {

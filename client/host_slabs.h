@@ -1,9 +1,9 @@
 // Slabs of the daemon's host memory, mapped for reading: where the addresses of Cache::MapBlocksAsync point to.
 //
-// A slab is mapped once, by its number, and stays until this is gone. What lies behind its last byte reads as zeros, as
-// many as the slab has bytes: whoever reads a page whose place a broken daemon made up gets wrong bytes, and no signal.
-// Forked children have no part of it, since the daemon gives a slab to another tenant once no process maps it. For the
-// same reason descriptors are not kept, of which there would be thousands.
+// A slab is mapped once, by its number, and stays until the daemon wants it back or this is gone. What lies behind its
+// last byte reads as zeros, as many as the slab has bytes: whoever reads a page whose place a broken daemon made up
+// gets wrong bytes, and no signal. Forked children have no part of it, since the daemon gives a slab to another tenant
+// once no process maps it. For the same reason descriptors are not kept, of which there would be thousands.
 //
 // Owner: the Connection, which makes new ones with each link and lets go of them before it closes its socket, and the
 // leases of that link. The connection's thread.
@@ -36,6 +36,8 @@ class HostSlabs {
   /// slab is mapped already. Errors: INTERNAL (no sealed memory of so many bytes), FAILED_PRECONDITION (kSlabsMax),
   /// RESOURCE_EXHAUSTED.
   absl::Status Map(uint32_t slab, int fd, uint64_t bytes);
+  /// Unpins and unmaps a slab, in which no page of a lease lies; nothing where it is not mapped.
+  void Unmap(uint32_t slab);
   /// Pins what is mapped, and what will be; the first pinner counts. nullptr: nothing.
   void PinWith(std::shared_ptr<SlabPinner> pinner);
   /// Why a slab could not be pinned, once; no more are tried then. Else OK.
@@ -50,6 +52,7 @@ class HostSlabs {
     bool pinned = false;
   };
   void Pin(Slab& slab);
+  void Unmap(const Slab& slab);
 
   const uint64_t forks_ = ForkCount();
   absl::flat_hash_map<uint32_t, Slab> slabs_;

@@ -20,6 +20,8 @@ struct Place {
 static_assert(sizeof(Place) == 16);
 constexpr uint64_t kInRange = UINT64_MAX;
 constexpr uint64_t kOffsetMultiple = 64;
+constexpr size_t kSlabsAtOnce = 16;                      // descriptors that are open here and there
+constexpr uint64_t kBindStepBytes = uint64_t{32} << 30;  // mapped and pinned within what a slab is bound for unmapped
 
 class BlocksLeaseImpl final : public BlocksLease {
  public:
@@ -95,22 +97,54 @@ std::vector<uint32_t> Missing(const Reply& reply, const HostSlabs& slabs) {
   return missing;
 }
 
+/// Of BlocksLease.mapSlab or Cache.mapSlab.
+template <typename Response>
+kj::Promise<absl::Status> MapAnswered(Response& response, std::shared_ptr<HostSlabs> slabs, uint32_t slab) {
+  if (absl::Status status = FromWire(response.getStatus()); !status.ok()) return status;
+  api::Slab::Client cap = response.getSlab();
+  const uint64_t bytes = response.getBytes();
+  auto descriptor = cap.getFd();
+  // The capability keeps the descriptor open until it is mapped.
+  return descriptor.then(
+      [slabs = std::move(slabs), slab, bytes, cap = std::move(cap)](kj::Maybe<int> fd) -> absl::Status {
+        KJ_IF_MAYBE (value, fd) {
+          return slabs->Map(slab, *value, bytes);
+        }
+        return absl::InternalError(absl::StrCat("the daemon sent no descriptor of slab ", slab));
+      });
+}
+
 kj::Promise<absl::Status> MapSlab(api::BlocksLease::Client& lease, std::shared_ptr<HostSlabs> slabs, uint32_t slab) {
   auto request = lease.mapSlabRequest();
   request.setSlab(slab);
-  return request.send().then([slabs = std::move(slabs), slab](auto&& response) -> kj::Promise<absl::Status> {
-    if (absl::Status status = FromWire(response.getStatus()); !status.ok()) return status;
-    api::Slab::Client cap = response.getSlab();
-    const uint64_t bytes = response.getBytes();
-    auto descriptor = cap.getFd();
-    // The capability keeps the descriptor open until it is mapped.
-    return descriptor.then([slabs, slab, bytes, cap = std::move(cap)](kj::Maybe<int> fd) -> absl::Status {
-      KJ_IF_MAYBE (value, fd) {
-        return slabs->Map(slab, *value, bytes);
-      }
-      return absl::InternalError(absl::StrCat("the daemon sent no descriptor of slab ", slab));
-    });
-  });
+  return request.send().then(
+      [slabs = std::move(slabs), slab](auto&& response) { return MapAnswered(response, slabs, slab); });
+}
+
+/// Of slabs that are bound, those that are not mapped are, some at once. Returns how many bytes are.
+absl::StatusOr<uint64_t> MapBound(Connection& connection, api::Cache::Client& cache, absl::Span<const uint32_t> bound) {
+  const std::shared_ptr<HostSlabs>& slabs = connection.slabs();
+  for (size_t begin = 0; begin < bound.size(); begin += kSlabsAtOnce) {
+    std::vector<Pending<absl::Status>> mapping;
+    for (const uint32_t slab : bound.subspan(begin, kSlabsAtOnce)) {
+      if (!slabs->Find(slab).empty()) continue;
+      auto request = cache.mapSlabRequest();
+      request.setSlab(slab);
+      mapping.push_back(connection.CallOn<absl::Status>(
+          std::move(request), [slabs, slab](auto& response) { return MapAnswered(response, slabs, slab); },
+          connection.options().deadline_ms));
+    }
+    for (auto& each : mapping) {
+      const absl::Status mapped = each.Wait();
+      // It may have been taken back meanwhile.
+      if (!mapped.ok() && !absl::IsFailedPrecondition(mapped)) return mapped;
+      KV_RETURN_IF_ERROR(connection.Usable());
+    }
+    KV_RETURN_IF_ERROR(slabs->TakePinError());
+  }
+  uint64_t bytes = 0;
+  for (const uint32_t slab : bound) bytes += slabs->Find(slab).size();
+  return bytes;
 }
 
 /// REQUIRES: the reply's slabs are mapped.
@@ -157,6 +191,8 @@ Pending<absl::StatusOr<MappedBlocks>> MapBlocks(
        asked](auto& response) mutable -> kj::Promise<Result> {
         absl::StatusOr<Reply> read = Read(response.getReply(), asked);
         if (!read.ok()) return Result(read.status());
+        // Nothing lies there, so nobody has a lease on it; what comes to lie there later is in a later reply.
+        for (const uint32_t slab : response.getReply().getUnmap()) slabs->Unmap(slab);
         const std::vector<uint32_t> missing = Missing(*read, *slabs);
         if (missing.empty()) return Finish(connection->shared_from_this(), slabs, asked, *std::move(read));
         auto mapping = kj::heapArrayBuilder<kj::Promise<absl::Status>>(missing.size());
@@ -169,6 +205,33 @@ Pending<absl::StatusOr<MappedBlocks>> MapBlocks(
                 });
       },
       connection->options().deadline_ms);
+}
+
+absl::StatusOr<uint64_t> BindSlabs(Connection& connection, api::Cache::Client& cache, uint64_t bytes) {
+  using Bound = absl::StatusOr<std::vector<uint32_t>>;
+  uint64_t mapped = 0;
+  size_t count = 0;
+  for (uint64_t asked = 0; asked < bytes;) {
+    asked = std::max(asked, mapped);
+    asked = bytes - std::min(asked, bytes) > kBindStepBytes ? asked + kBindStepBytes : bytes;
+    KV_RETURN_IF_ERROR(connection.Usable());
+    auto request = cache.bindSlabsRequest();
+    request.setBytes(asked);
+    auto pending = connection.CallLater<Bound>(
+        std::move(request),
+        [](auto& response) -> Bound {
+          KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+          std::vector<uint32_t> slabs;
+          for (const uint32_t slab : response.getSlabs()) slabs.push_back(slab);
+          return slabs;
+        },
+        connection.options().deadline_ms);
+    KV_ASSIGN_OR_RETURN(const std::vector<uint32_t> bound, pending.Wait());
+    KV_ASSIGN_OR_RETURN(mapped, MapBound(connection, cache, bound));
+    if (bound.size() <= count) break;  // it gives no more
+    count = bound.size();
+  }
+  return mapped;
 }
 
 }  // namespace kvmanager::client

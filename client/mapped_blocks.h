@@ -1,4 +1,5 @@
-// What Cache::MapBlocksAsync makes of a reply: places in slabs become addresses of this process.
+// What Cache::MapBlocksAsync makes of a reply: places in slabs become addresses of this process. And the slabs of
+// Cache::BindSlabs.
 #pragma once
 
 #include <cstddef>
@@ -25,5 +26,8 @@ struct AskedBlocks {
 Pending<absl::StatusOr<MappedBlocks>> MapBlocks(
     const std::shared_ptr<Connection>& connection,
     capnp::Request<api::Cache::ReadBlocksParams, api::Cache::ReadBlocksResults> request, const AskedBlocks& asked);
+
+/// Cache::BindSlabs's, step by step. REQUIRES: connection.Usable().ok().
+absl::StatusOr<uint64_t> BindSlabs(Connection& connection, api::Cache::Client& cache, uint64_t bytes);
 
 }  // namespace kvmanager::client

@@ -158,6 +158,9 @@ KVM_API int kvm_read_blocks_async(kvm_object* cache, uint32_t first, const uint8
  * until they are closed. values as above. Text: empty; once, where memory could not be pinned, {"unpinned": why}. */
 KVM_API int kvm_map_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks,
                                  const kvm_tensor* pages, int32_t device, kvm_object** pending);
+/* Maps up to `bytes` of the daemon's memory for the cache's tenant ahead of need (client/client.h, BindSlabs), pinned
+ * as above; mapped_bytes: how much of it is mapped now. It waits for that: 0.06 s a GiB where it is pinned. */
+KVM_API int kvm_bind_slabs(kvm_object* cache, uint64_t bytes, int32_t device, uint64_t* mapped_bytes);
 /* [count], blocks times layers: where pages begin, the XXH3-64 that their bytes should have, and 1 where they are raw.
  * The arrays stay until kvm_release. */
 KVM_API int kvm_mapped_pages(kvm_object* mapped, const uint64_t** addresses, const uint64_t** checksums,

@@ -23,6 +23,13 @@ class DevicePinner final : public SlabPinner {
   const absl::StatusOr<std::unique_ptr<Device>> device_;
 };
 
+/// The session's, of the first GPU that was named; nullptr: none is named.
+std::shared_ptr<SlabPinner> PinnerFor(Session& session, int32_t device) {
+  if (device < 0) return nullptr;
+  if (session.pinner == nullptr) session.pinner = std::make_shared<DevicePinner>(device);
+  return session.pinner;
+}
+
 /// A release under way, which gives nothing but its status.
 struct PendingRelease final : PendingObject {
   PendingRelease(std::shared_ptr<Session> session, Pending<absl::Status> pending)
@@ -46,17 +53,25 @@ using namespace kvmanager::client::c;  // NOLINT
 
 extern "C" {
 
+int kvm_bind_slabs(kvm_object* cache, uint64_t bytes, int32_t device, uint64_t* mapped_bytes) {
+  *mapped_bytes = 0;
+  return Guard([&]() -> absl::Status {
+    KV_ASSIGN_OR_RETURN(CacheObject * object, Use<CacheObject>(cache));
+    KV_ASSIGN_OR_RETURN(*mapped_bytes, object->handle->BindSlabs(bytes, PinnerFor(*object->session, device)));
+    return absl::OkStatus();
+  });
+}
+
 int kvm_map_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks,
                          const kvm_tensor* pages, int32_t device, kvm_object** pending) {
   *pending = nullptr;
   return Guard([&]() -> absl::Status {
     KV_ASSIGN_OR_RETURN(CacheObject * object, Use<CacheObject>(cache));
     const std::shared_ptr<Session>& session = object->session;
-    if (device >= 0 && session->pinner == nullptr) session->pinner = std::make_shared<DevicePinner>(device);
     const BlockRange range{first,
                            {reinterpret_cast<const kvmanager::BlockName*>(names), blocks},
                            pages == nullptr || pages->data == nullptr ? TensorView{} : ViewOf(*session, *pages)};
-    auto under_way = object->handle->MapBlocksAsync(range, device >= 0 ? session->pinner : nullptr);
+    auto under_way = object->handle->MapBlocksAsync(range, PinnerFor(*session, device));
     *pending = NewPending(*object, std::move(under_way),
                           [session, view = range.pages, seen = pages == nullptr ? nullptr : pages->data](
                               const Session&, MappedBlocks mapped) -> absl::StatusOr<Done> {

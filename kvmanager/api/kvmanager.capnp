@@ -192,6 +192,8 @@ struct BlocksReply {
   # range, and the offset from the slab's or the range's first byte, a multiple of 64.
   checksums @7 :Data;      # with mapped: [blocks][layers] XXH3-64 of the page's bytes, of 64 bits in little endian
   lease @8 :BlocksLease;   # with mapped, where a page lies in a slab
+  unmap @9 :List(UInt32);
+  # With mapped: slabs of any tenant that hold nothing, and that others could have if no process mapped them; at most 64.
 }
 
 interface BlocksLease {
@@ -415,6 +417,12 @@ interface Cache {
   # with the first block of the sequence, or parents be retained as well. blocks: of the names, that are in a memory or on the disk;
   # bytes: of these, each copy counted. Names that are nowhere are no error. A name's `tokens` may be 32 zeros: not known. Feature
   # "retain".
+  bindSlabs @12 (bytes :UInt64) -> (status :Status, slabs :List(UInt32));
+  # Host memory for this cache's tenant ahead of need, to be mapped before it holds blocks: slabs that nobody else wrote become the
+  # tenant's alone until all of its slabs that are so are `bytes`, or there are no more. All of these, which mapSlab shows; those that
+  # no process maps within 10 s are taken back. FAILED_PRECONDITION: none is to be mapped. Feature "map-blocks"; Unix sockets only.
+  mapSlab @13 (slab :UInt32) -> (status :Status, slab :Slab, bytes :UInt64);
+  # As BlocksLease.mapSlab, one of bindSlabs.
 }
 
 struct ProjectionFacts {

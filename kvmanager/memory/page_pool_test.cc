@@ -197,12 +197,121 @@ TEST(PagePool, ShownSlabsOfOneAreHalfOfThePoolWhileOthersHaveSome) {
   mapped.push_back(MapShown(*pool, pool->shown()->Showable(ids[2])->slab));
 }
 
+// Slabs that are bound ahead of need.
+
 std::unique_ptr<Region> MapBound(PagePool& pool, TenantId tenant, uint32_t slab) {
   const auto fd = pool.shown()->ShowBound(tenant, slab);
   EXPECT_TRUE(fd.ok()) << fd.status();
   auto mapped = Region::Map(*fd, pool.slab_bytes(), /*writable=*/false);
   EXPECT_TRUE(mapped.ok()) << mapped.status();
   return *std::move(mapped);
+}
+
+TEST(PagePool, BoundSlabsAreUsedByTheirTenantAndFirst) {
+  const auto pool = MakePool(36 * kMiB);  // with small slabs
+  const auto bound = pool->shown()->Bind(1, 5 * kMiB);
+  ASSERT_TRUE(bound.ok()) << bound.status();
+  ASSERT_EQ(bound->size(), 2u);
+  pool->CheckInvariants();
+  EXPECT_EQ(pool->used_bytes(), 4 * kMiB);
+  EXPECT_EQ(pool->free_slabs(), 16u);
+  EXPECT_EQ(pool->shares().Find(1)->charge, 4 * kMiB);
+  EXPECT_EQ(pool->shown()->ShowBound(2, (*bound)[0]).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(pool->shown()->ShowBound(1, 17).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(pool->shown()->ShowBound(1, 18).status().code(), absl::StatusCode::kFailedPrecondition);
+  std::vector<std::unique_ptr<Region>> mapped;
+  for (const uint32_t slab : *bound) mapped.push_back(MapBound(*pool, 1, slab));
+  // Not a small slab.
+  const PageId other = pool->Allocate(2, 4096).value(), own = pool->Allocate(1, 4096).value();
+  const auto place = pool->shown()->Showable(own);
+  ASSERT_TRUE(place.has_value());
+  EXPECT_EQ(std::count(bound->begin(), bound->end(), place->slab), 1);
+  EXPECT_FALSE(pool->shown()->Showable(other).has_value());
+  std::memset(pool->Data(own), 7, 4096);
+  const size_t i = place->slab == (*bound)[0] ? 0 : 1;
+  EXPECT_TRUE(IsFilledWith(mapped[i]->data() + place->offset, 4096, 7));
+  // All that are bound are named again, and no more than asked for are.
+  EXPECT_EQ(pool->shown()->Bind(1, 0)->size(), 2u);
+  EXPECT_EQ(pool->shown()->Bind(1, 6 * kMiB)->size(), 3u);
+  mapped.clear();
+  pool->Free(own);
+  pool->Free(other);
+  pool->shown()->TakeBack();
+  pool->CheckInvariants();
+  EXPECT_EQ(pool->free_slabs(), 18u);
+}
+
+TEST(PagePool, SlabsThatATenantHasAreBoundBeforeFreeOnes) {
+  const auto pool = MakePool(8 * kMiB);
+  const PageId mine = pool->Allocate(1, 4096).value(), theirs = pool->Allocate(2, 4096).value();
+  const uint32_t slab = pool->shown()->Showable(mine)->slab;
+  EXPECT_EQ(*pool->shown()->Bind(1, 2 * kMiB), std::vector<uint32_t>{slab});
+  // The free slab that another tenant wrote is not among those of the third.
+  const PageId gone = pool->Allocate(2, 2 * kMiB).value();
+  const uint32_t written = pool->shown()->Showable(gone)->slab;
+  pool->Free(gone);
+  const auto bound = pool->shown()->Bind(3, 8 * kMiB).value();
+  EXPECT_EQ(bound.size(), 1u);
+  EXPECT_EQ(std::count(bound.begin(), bound.end(), written), 0);
+  const PageId again = pool->Allocate(3, 2 * kMiB).value();
+  EXPECT_EQ(pool->shown()->Showable(again)->slab, bound[0]);
+  pool->Free(theirs);
+  pool->CheckInvariants();
+}
+
+TEST(PagePool, HowManySlabsMayBeBound) {
+  // 7/8 while nobody else has some, else half.
+  ManualClock clock;
+  PagePool::Options options;
+  options.pool_bytes = 32 * kMiB;
+  options.slab_bytes = 2 * kMiB;
+  options.clock = &clock;
+  const auto pool = PagePool::Create(options).value();
+  const auto take_back = [&] {
+    clock.AdvanceNs(ShownSlabs::kMapWithinNs);
+    pool->shown()->TakeBack();
+  };
+  EXPECT_EQ(pool->shown()->Bind(1, 64 * kMiB)->size(), 14u);
+  take_back();
+  const PageId other = pool->Allocate(2, 4096).value();
+  EXPECT_EQ(pool->shown()->Bind(1, 64 * kMiB)->size(), 8u);
+  EXPECT_EQ(pool->shown()->Bind(3, 64 * kMiB)->size(), 7u);  // one is cut
+  take_back();
+  pool->Free(other);
+  // Within the payer's most, and without what others are guaranteed.
+  pool->SetPayer(4, 4);
+  pool->SetPayer(5, 4);
+  pool->shares().SetQuota(4, {.guaranteed_bytes = 0, .most_bytes = 7 * kMiB});
+  EXPECT_EQ(pool->shown()->Bind(4, 4 * kMiB)->size(), 2u);
+  EXPECT_EQ(pool->shown()->Bind(5, 64 * kMiB)->size(), 1u);
+  take_back();
+  pool->shares().SetQuota(6, {.guaranteed_bytes = 20 * kMiB});
+  EXPECT_EQ(pool->shown()->Bind(1, 64 * kMiB)->size(), 6u);
+  // Its guarantee is more than half, but for the slab that another wrote.
+  EXPECT_EQ(pool->shown()->Bind(6, 64 * kMiB)->size(), 9u);
+  take_back();
+  pool->CheckInvariants();
+  EXPECT_EQ(pool->free_slabs(), 16u);
+}
+
+TEST(PagePool, BoundSlabsThatNobodyMapsAreTakenBack) {
+  ManualClock clock;
+  PagePool::Options options;
+  options.pool_bytes = 8 * kMiB;
+  options.slab_bytes = 2 * kMiB;
+  options.clock = &clock;
+  const auto pool = PagePool::Create(options).value();
+  const auto bound = pool->shown()->Bind(1, 4 * kMiB).value();
+  ASSERT_EQ(bound.size(), 2u);
+  clock.AdvanceNs(ShownSlabs::kMapWithinNs - 1);
+  pool->shown()->TakeBack();
+  EXPECT_EQ(pool->shown()->count(), 2u);
+  const auto mapped = MapBound(*pool, 1, bound[0]);
+  clock.AdvanceNs(1);
+  pool->shown()->TakeBack();
+  EXPECT_EQ(pool->shown()->count(), 1u);
+  EXPECT_EQ(pool->shown()->ShowBound(1, bound[1]).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(pool->free_slabs(), 3u);
 }
 
 TEST(PagePool, NobodyGivesWhatLiesInBoundSlabs) {
@@ -221,6 +330,42 @@ TEST(PagePool, NobodyGivesWhatLiesInBoundSlabs) {
   EXPECT_EQ(pool->NextToGive(2, {&wanted, 1}, [](PayerId) { return true; }), 2u);
   for (const PageId id : ids) pool->SetReclaimable(id, false);
   pool->SetReclaimable(other, false);
+}
+
+TEST(PagePool, SlabsThatHoldNothingAreRecalledWhileOthersLackSome) {
+  ManualClock clock;
+  PagePool::Options options;
+  options.pool_bytes = 32 * kMiB;
+  options.slab_bytes = 2 * kMiB;
+  options.clock = &clock;
+  const auto pool = PagePool::Create(options).value();
+  std::vector<std::unique_ptr<Region>> mapped;
+  const auto bound = pool->shown()->Bind(1, 64 * kMiB).value();
+  ASSERT_EQ(bound.size(), 14u);
+  for (const uint32_t slab : bound) mapped.push_back(MapBound(*pool, 1, slab));
+  const PageId used = pool->Allocate(1, 4096).value();
+  clock.AdvanceNs(ShownSlabs::kMapWithinNs);
+  // Two are free.
+  EXPECT_EQ(pool->shown()->Recalled(2).size(), 0u);
+  const PageId one = pool->Allocate(2, 2 * kMiB).value();
+  EXPECT_EQ(pool->shown()->Recalled(2).size(), 13u);
+  const auto recalled = pool->shown()->Recalled(2);
+  EXPECT_EQ(std::count(recalled.begin(), recalled.end(), pool->shown()->Showable(used)->slab), 0);
+  // Who has them keeps half of the pool, and all while nobody else has memory.
+  EXPECT_EQ(pool->shown()->Recalled(1).size(), 6u);
+  pool->Free(one);
+  const PageId own = pool->Allocate(1, 2 * kMiB).value();
+  EXPECT_EQ(pool->shown()->Recalled(1).size(), 0u);
+  pool->Free(own);
+  // Not those that are bound lately.
+  mapped.clear();
+  pool->shown()->TakeBack();
+  EXPECT_EQ(pool->shown()->Bind(1, 64 * kMiB)->size(), 14u);
+  const PageId two = pool->Allocate(2, 4 * kMiB / 2).value();
+  EXPECT_EQ(pool->shown()->Recalled(2).size(), 0u);
+  pool->Free(two);
+  pool->Free(used);
+  pool->CheckInvariants();
 }
 
 TEST(PagePool, ALaterDaemonLeavesWhatIsStillMappedToItsTenant) {
@@ -268,7 +413,7 @@ TEST(PagePool, AMappingNeverShowsAByteOfAnotherTenant) {
     std::vector<Mapped> mapped;
     for (int step = 0; step < 300; ++step) {
       const TenantId tenant = 1 + random() % 3;
-      switch (random() % 6) {
+      switch (random() % 8) {
         case 0:
         case 1: {
           const size_t bytes = 64 * 1024 << random() % 5;
@@ -299,6 +444,22 @@ TEST(PagePool, AMappingNeverShowsAByteOfAnotherTenant) {
           if (mapped.empty()) break;
           std::swap(mapped[random() % mapped.size()], mapped.back());
           mapped.pop_back();
+          break;
+        case 5: {
+          const auto bound = pool->shown()->Bind(tenant, random() % 12 * kMiB);
+          ASSERT_TRUE(bound.ok());
+          for (const uint32_t slab : *bound) {
+            const auto fd = pool->shown()->ShowBound(tenant, slab);
+            ASSERT_TRUE(fd.ok()) << fd.status();
+            mapped.push_back({Region::Map(*fd, pool->slab_bytes(), /*writable=*/false).value(), tenant});
+          }
+          break;
+        }
+        case 6:
+          while (mapped.size() > 8) {
+            std::swap(mapped[random() % mapped.size()], mapped.back());
+            mapped.pop_back();
+          }
           break;
         default:
           pool->shown()->TakeBack();

@@ -13,6 +13,7 @@
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/load_blocks.h"
 #include "kvmanager/rpc/serve.h"
+#include "kvmanager/rpc/slab_service.h"
 #include "kvmanager/rpc/step_check.h"
 #include "kvmanager/rpc/wire.h"
 
@@ -124,6 +125,11 @@ class BlockCalls::Reading final : public Copying {
     reply.setBlocks(static_cast<uint32_t>(blocks));
     reply.setBytes(bytes);
     reply.setReason(corrupt ? api::MissReason::CHECKSUM : static_cast<api::MissReason>(reads_->reason()));
+    if (mapped) {
+      const std::vector<uint32_t> recalled = reads_->Recalled();
+      auto unmap = reply.initUnmap(static_cast<uint32_t>(recalled.size()));
+      for (uint32_t i = 0; i < recalled.size(); ++i) unmap.set(i, recalled[i]);
+    }
     return lies ? std::move(reads_) : nullptr;
   }
 
@@ -198,6 +204,28 @@ absl::Status BlockCalls::CheckMaps(const Session& session) const {
   return absl::FailedPreconditionError(
       "mapped: this daemon lets clients on Unix sockets alone map its memory, and only with --map-blocks; read without "
       "it");
+}
+
+absl::StatusOr<kj::Promise<void>> BlockCalls::BindSlabs(const std::shared_ptr<Session>& session,
+                                                        const BoundCache& bound, BindSlabsContext& context) const {
+  KV_RETURN_IF_ERROR(CheckAccepting());
+  KV_RETURN_IF_ERROR(CheckMaps(*session));
+  KV_ASSIGN_OR_RETURN(const std::vector<uint32_t> slabs,
+                      parts_.store->caches().BindSlabs(bound.cache.id, context.getParams().getBytes()));
+  auto list = context.getResults().initSlabs(static_cast<uint32_t>(slabs.size()));
+  for (uint32_t i = 0; i < slabs.size(); ++i) list.set(i, slabs[i]);
+  return Done();
+}
+
+absl::StatusOr<kj::Promise<void>> BlockCalls::MapSlab(const std::shared_ptr<Session>& session, const BoundCache& bound,
+                                                      MapBlocksSlabContext& context) const {
+  KV_RETURN_IF_ERROR(CheckMaps(*session));
+  KV_ASSIGN_OR_RETURN(const ShownSlab shown,
+                      parts_.store->caches().ShowSlab(bound.cache.id, context.getParams().getSlab()));
+  auto results = context.getResults();
+  results.setSlab(kj::heap<SlabService>(shown.fd));
+  results.setBytes(shown.bytes);
+  return Done();
 }
 
 absl::StatusOr<kj::Promise<void>> BlockCalls::Read(const std::shared_ptr<Session>& session, const BoundCache& bound,

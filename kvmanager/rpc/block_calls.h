@@ -24,6 +24,8 @@
 namespace kvmanager {
 
 using ReadBlocksContext = capnp::CallContext<api::Cache::ReadBlocksParams, api::Cache::ReadBlocksResults>;
+using BindSlabsContext = capnp::CallContext<api::Cache::BindSlabsParams, api::Cache::BindSlabsResults>;
+using MapBlocksSlabContext = capnp::CallContext<api::Cache::MapSlabParams, api::Cache::MapSlabResults>;
 using WriteBlocksContext = capnp::CallContext<api::Cache::WriteBlocksParams, api::Cache::WriteBlocksResults>;
 
 class BlockCalls {
@@ -52,6 +54,12 @@ class BlockCalls {
                                          ReadBlocksContext& context) const;
   absl::StatusOr<kj::Promise<void>> Write(const std::shared_ptr<Session>& session, const BoundCache& bound,
                                           WriteBlocksContext& context) const;
+  /// Slabs for the cache's tenant ahead of need, and a descriptor of one. Errors: Read's of `mapped`,
+  /// CacheDirectory::BindSlabs's and ShowSlab's.
+  absl::StatusOr<kj::Promise<void>> BindSlabs(const std::shared_ptr<Session>& session, const BoundCache& bound,
+                                              BindSlabsContext& context) const;
+  absl::StatusOr<kj::Promise<void>> MapSlab(const std::shared_ptr<Session>& session, const BoundCache& bound,
+                                            MapBlocksSlabContext& context) const;
 
  private:
   /// Once what the disk has of the request's blocks is in memory.

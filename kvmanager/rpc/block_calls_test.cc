@@ -32,6 +32,8 @@ class BlockCallsTest : public testing::CallsTest {
  public:
   BlockCallsTest() {
     server_->on_read_blocks = [this](ReadBlocksContext& context) { return calls_.Read(session_, *bound_, context); };
+    server_->on_bind_slabs = [this](auto& context) { return calls_.BindSlabs(session_, *bound_, context); };
+    server_->on_map_slab = [this](auto& context) { return calls_.MapSlab(session_, *bound_, context); };
     server_->on_write_blocks = [this](WriteBlocksContext& context) { return calls_.Write(session_, *bound_, context); };
   }
   ~BlockCallsTest() noexcept override {}
@@ -98,6 +100,22 @@ class BlockCallsTest : public testing::CallsTest {
     auto request = from.mapSlabRequest();
     request.setSlab(slab);
     return StatusOf(request.send());
+  }
+  absl::StatusOr<std::vector<uint32_t>> BindSlabs(uint64_t bytes) {
+    auto request = client_.bindSlabsRequest();
+    request.setBytes(bytes);
+    std::optional<absl::StatusOr<std::vector<uint32_t>>> bound;
+    auto waiting = request.send()
+                       .then([&](auto response) {
+                         const auto code = static_cast<absl::StatusCode>(response.getStatus().getCode());
+                         if (code != absl::StatusCode::kOk) return void(bound = absl::Status(code, ""));
+                         std::vector<uint32_t> slabs;
+                         for (const uint32_t slab : response.getSlabs()) slabs.push_back(slab);
+                         bound = std::move(slabs);
+                       })
+                       .eagerlyEvaluate(nullptr);
+    loop_.Run([&] { return bound.has_value(); });
+    return *bound;
   }
   // By a lease, or of bindSlabs.
   template <typename From>
@@ -332,6 +350,61 @@ TEST_F(BlockCallsTest, PagesThatMayNotBeMappedAreCopiedBesideTheOthers) {
     EXPECT_EQ(at.offset, i * config_.layout.raw_bytes());
   }
   for (uint32_t i = 0; i < 4; ++i) EXPECT_TRUE(Holds(text, i, i)) << i;
+}
+
+TEST_F(BlockCallsTest, SlabsAreBoundAndMappedBeforeTheyHoldBlocks) {
+  Open();
+  PagePool& pool = *test().pool;
+  const auto bound = BindSlabs(2 * pool.slab_bytes() + 7);
+  ASSERT_TRUE(bound.ok()) << bound.status();
+  ASSERT_EQ(bound->size(), 2u);
+  EXPECT_EQ(*BindSlabs(0), *bound);
+  std::map<uint64_t, std::unique_ptr<Region>> slabs;
+  for (const uint32_t slab : *bound) slabs[slab] = Map(client_, slab);
+  uint32_t other = 0;
+  while (slabs.contains(other)) ++other;
+  EXPECT_EQ(MapStatus(client_, other), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(MapStatus(client_, UINT32_MAX), absl::StatusCode::kFailedPrecondition);
+  // What is stored lies there.
+  const Text text = MakeText(4 * kPage);
+  Store(text, 4);
+  auto call = Read(text, 0, 4, AskForMapping);
+  EXPECT_EQ(call->reply().getBlocks(), 4u);
+  EXPECT_EQ(call->reply().getUnmap().size(), 0u);
+  for (size_t i = 0; i < 4u * config_.layers; ++i) {
+    const Placed at = PlacedAt(call->reply(), i);
+    ASSERT_TRUE(slabs.contains(at.slab)) << i;
+    const Bytes want = MakeRawPage(config_.layout, text, static_cast<uint32_t>(i) / config_.layers, kPage,
+                                   static_cast<int>(i) % config_.layers);
+    EXPECT_TRUE(std::equal(want.begin(), want.end(), slabs[at.slab]->data() + at.offset)) << i;
+  }
+}
+
+TEST_F(BlockCallsTest, ReadersAreAskedForSlabsThatOthersCouldHave) {
+  Open();
+  PagePool& pool = *test().pool;
+  const Text text = MakeText(2 * kPage);
+  Store(text, 2);
+  EXPECT_EQ(Read(text, 0, 2, AskForMapping)->reply().getUnmap().size(), 0u);
+  const std::vector<uint32_t> kept = pool.shown()->Bind(99, 2 * pool.slab_bytes()).value();
+  std::vector<int> descriptors;
+  for (const uint32_t slab : kept) descriptors.push_back(pool.shown()->ShowBound(99, slab).value());
+  EXPECT_EQ(Read(text, 0, 2, AskForMapping)->reply().getUnmap().size(), 0u);
+  test().clock.AdvanceNs(ShownSlabs::kMapWithinNs);
+  std::vector<PageId> rest;
+  while (pool.free_slabs() > 0) rest.push_back(pool.Allocate(98, pool.slab_bytes()).value());
+  const auto call = Read(text, 0, 2, AskForMapping);
+  const auto unmap = call->reply().getUnmap();
+  std::set<uint32_t> asked;
+  for (const uint32_t slab : unmap) asked.insert(slab);
+  EXPECT_EQ(asked, std::set<uint32_t>(kept.begin(), kept.end()));
+  const auto copied = Read(text, 0, 2);
+  RunUntilEnded(copied);
+  EXPECT_EQ(copied->reply().getUnmap().size(), 0u);
+  for (const int fd : descriptors) close(fd);
+  pool.shown()->TakeBack();
+  EXPECT_EQ(pool.free_slabs(), kept.size());
+  for (const PageId id : rest) pool.Free(id);
 }
 
 TEST_F(BlockCallsTest, LeasesOfAConnectionAreBounded) {

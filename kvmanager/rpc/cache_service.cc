@@ -119,17 +119,19 @@ class CacheService final : public api::Cache::Server {
   }
 
   kj::Promise<void> readBlocks(ReadBlocksContext context) override {
-    return Serve(*session_, Method::kReadBlocks, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      KV_RETURN_IF_ERROR(EnsureOpen());
-      return parts_.block_calls->Read(session_, *bound_, context);
-    });
+    return ServeBlocks(Method::kReadBlocks, context, &BlockCalls::Read);
   }
 
   kj::Promise<void> writeBlocks(WriteBlocksContext context) override {
-    return Serve(*session_, Method::kWriteBlocks, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      KV_RETURN_IF_ERROR(EnsureOpen());
-      return parts_.block_calls->Write(session_, *bound_, context);
-    });
+    return ServeBlocks(Method::kWriteBlocks, context, &BlockCalls::Write);
+  }
+
+  kj::Promise<void> bindSlabs(BindSlabsContext context) override {
+    return ServeBlocks(Method::kMapBlocks, context, &BlockCalls::BindSlabs);
+  }
+
+  kj::Promise<void> mapSlab(MapSlabContext context) override {
+    return ServeBlocks(Method::kMapBlocks, context, &BlockCalls::MapSlab);
   }
 
   kj::Promise<void> retain(RetainContext context) override {
@@ -223,6 +225,14 @@ class CacheService final : public api::Cache::Server {
 
  private:
   static constexpr size_t kReplyWords = 32;  // of a reply without its factors
+
+  template <typename Context, typename Call>
+  kj::Promise<void> ServeBlocks(Method method, Context& context, Call call) {
+    return Serve(*session_, method, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      return (parts_.block_calls->*call)(session_, *bound_, context);
+    });
+  }
 
   // One call of createSequences: its requests are read first, then served one behind the other.
   struct Creation {

@@ -45,12 +45,20 @@ class TestCache final : public api::Cache::Server {
   kj::Promise<void> writeBlocks(WriteBlocksContext context) override {
     return Serve(*session_, Method::kWriteBlocks, context, [&] { return on_write_blocks(context); });
   }
+  kj::Promise<void> bindSlabs(BindSlabsContext context) override {
+    return Serve(*session_, Method::kMapBlocks, context, [&] { return on_bind_slabs(context); });
+  }
+  kj::Promise<void> mapSlab(MapSlabContext context) override {
+    return Serve(*session_, Method::kMapBlocks, context, [&] { return on_map_slab(context); });
+  }
 
   Body<StepContext> on_step;
   Body<ExtendContext> on_extend;
   Body<ReadContext> on_read;
   Body<ReadBlocksContext> on_read_blocks;
   Body<WriteBlocksContext> on_write_blocks;
+  Body<BindSlabsContext> on_bind_slabs;
+  Body<MapSlabContext> on_map_slab;
 
  private:
   std::shared_ptr<Session>& session_;

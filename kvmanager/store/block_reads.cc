@@ -106,6 +106,9 @@ class BlockReadsImpl final : public BlockReads {
     KV_ASSIGN_OR_RETURN(const int fd, pool.shown()->Show(slab));
     return ShownSlab{fd, pool.slab_bytes()};
   }
+  std::vector<uint32_t> Recalled() const override {
+    return closed() || shown_ == nullptr ? std::vector<uint32_t>() : shown_->Recalled(cache_->tenant);
+  }
   bool closed() const override { return alive_.expired(); }
 
  private:

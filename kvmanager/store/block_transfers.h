@@ -70,6 +70,8 @@ class BlockReads {
   /// A slab in which one of the pages has its place. Errors: INVALID_ARGUMENT; UNAVAILABLE (the store has closed);
   /// ShownSlabs::Show's.
   virtual absl::StatusOr<ShownSlab> ShowSlab(uint32_t slab) = 0;
+  /// Slabs that the process should map no longer, if it does (ShownSlabs::Recalled).
+  virtual std::vector<uint32_t> Recalled() const = 0;
   /// Whether the store has closed: its memory may be gone.
   virtual bool closed() const = 0;
 };

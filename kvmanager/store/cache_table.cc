@@ -6,6 +6,7 @@
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/tenant_label.h"
 #include "kvmanager/memory/page_pool.h"
+#include "kvmanager/memory/shown_slabs.h"
 #include "kvmanager/store/block_checks.h"
 #include "kvmanager/store/block_reads.h"
 #include "kvmanager/store/block_writes.h"
@@ -84,10 +85,10 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   }
   std::vector<uint64_t> encoded_bytes(config.layers);
   for (int layer = 0; layer < config.layers; ++layer) {
-    encoded_bytes[layer] = PagePool::RoundedSlotBytes(info.page_bytes(layer));
+    encoded_bytes[layer] = SlabAllocator::RoundedSlotBytes(info.page_bytes(layer));
   }
   if (config.hidden > 0 && memory.keeps_activations()) {
-    cache->activation_slot_bytes = PagePool::RoundedSlotBytes(cache->activation_page_bytes());
+    cache->activation_slot_bytes = SlabAllocator::RoundedSlotBytes(cache->activation_page_bytes());
     cache->activation_gauges = &parts_.metrics->PagesOf("activation", cache->tier->name());
   }
   const uint64_t page_bytes = std::max({uint64_t{config.layout.raw_bytes()}, cache->activation_slot_bytes,
@@ -106,10 +107,10 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   }
   cache->opened = ++opens_;
   cache->id = next_cache_++;
-  cache->raw_slot_bytes = PagePool::RoundedSlotBytes(config.layout.raw_bytes());
+  cache->raw_slot_bytes = SlabAllocator::RoundedSlotBytes(config.layout.raw_bytes());
   cache->encoded_slots = MakeSlotClasses(encoded_bytes, SlotClassesOfPool(pool.capacity_bytes() / pool.slab_bytes()));
   for (const uint64_t index_bytes : {cache->index.book_bytes, cache->index.chunk_bytes}) {
-    if (index_bytes > 0) cache->encoded_slots.bytes.push_back(PagePool::RoundedSlotBytes(index_bytes));
+    if (index_bytes > 0) cache->encoded_slots.bytes.push_back(SlabAllocator::RoundedSlotBytes(index_bytes));
   }
   KV_CHECK(cache->encoded_slots.bytes.size() <= kSlotClassesMax);
   cache->gauges = &parts_.metrics->PagesOf(info.name, cache->tier->name());
@@ -277,9 +278,14 @@ absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::
   return MakeBlockCheck(parts_.blocks, FindPrefix(*cache, names, BlockIndex::Bytes::kTrust, &match), parts_.alive);
 }
 
-absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindForTransfer(CacheId id, uint32_t first, size_t blocks) const {
+absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindForTransfer(CacheId id) const {
   KV_ASSIGN_OR_RETURN(auto cache, Find(id));
   KV_RETURN_IF_ERROR(cache->tier->memory().CheckTransfers(*cache));
+  return cache;
+}
+
+absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindForTransfer(CacheId id, uint32_t first, size_t blocks) const {
+  KV_ASSIGN_OR_RETURN(auto cache, FindForTransfer(id));
   const size_t names_max = std::max<size_t>(kTransferPagesMax / cache->layers(), 1);
   if (blocks == 0 || blocks > names_max) {
     return InvalidField("names", absl::StrCat(blocks, " long"), absl::StrCat("1..", names_max, " long"));
@@ -303,6 +309,18 @@ absl::StatusOr<std::unique_ptr<BlockWrites>> CacheTable::WriteBlocks(CacheId id,
   KV_ASSIGN_OR_RETURN(const auto cache, FindForTransfer(id, first, names.size()));
   cache->wanted = true;
   return MakeBlockWrites({parts_.blocks, parts_.metrics, parts_.alive}, cache, first, names, raw);
+}
+
+absl::StatusOr<std::vector<uint32_t>> CacheTable::BindSlabs(CacheId id, uint64_t bytes) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindForTransfer(id));
+  return cache->tier->pool()->shown()->Bind(cache->tenant, bytes);
+}
+
+absl::StatusOr<ShownSlab> CacheTable::ShowSlab(CacheId id, uint32_t slab) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindForTransfer(id));
+  SlotPool& pool = *cache->tier->pool();
+  KV_ASSIGN_OR_RETURN(const int fd, pool.shown()->ShowBound(cache->tenant, slab));
+  return ShownSlab{fd, pool.slab_bytes()};
 }
 
 std::shared_ptr<Cache> CacheTable::FindIn(const CacheDigest& digest, const Tier* tier) const {

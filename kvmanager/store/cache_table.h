@@ -89,6 +89,10 @@ class CacheTable final : public CacheDirectory {
   void CheckInvariants() const;
 
  private:
+  // For whom it is a CacheDirectory alone.
+  absl::StatusOr<std::vector<uint32_t>> BindSlabs(CacheId cache, uint64_t bytes) override;
+  absl::StatusOr<ShownSlab> ShowSlab(CacheId cache, uint32_t slab) override;
+
   /// Room for one more cache of a payer. Errors: RESOURCE_EXHAUSTED.
   absl::Status MakePlace(PayerId payer);
   /// Of the unused ones, and of a payer where one is given; false: there is none.
@@ -96,6 +100,7 @@ class CacheTable final : public CacheDirectory {
   static CacheInfo InfoOf(const Cache& cache);
   uint64_t PurgeOne(Cache& cache);
   /// The cache, if it is in host memory and so many blocks from `first` on can be one transfer.
+  absl::StatusOr<std::shared_ptr<Cache>> FindForTransfer(CacheId id) const;
   absl::StatusOr<std::shared_ptr<Cache>> FindForTransfer(CacheId id, uint32_t first, size_t blocks) const;
 
   const Parts parts_;

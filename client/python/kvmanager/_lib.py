@@ -87,6 +87,7 @@ _CALLS = {
     "kvm_write_blocks_async": [
         c_void_p, c_uint32, c_char_p, c_uint32, c_char_p, c_uint64, POINTER(TensorRange), _OBJECT
     ],
+    "kvm_bind_slabs": [c_void_p, c_uint64, c_int32, POINTER(c_uint64)],
     "kvm_map_blocks_async": [
         c_void_p, c_uint32, c_char_p, c_uint32, POINTER(TensorRange), c_int32, _OBJECT
     ],

@@ -288,11 +288,28 @@ class Blocks(unittest.TestCase):
         self.assertEqual(self.copy(mapped), (before, checksums))
         self.assertIsNone(mapped.release_async().wait())
 
+    def test_memory_is_mapped_ahead(self) -> None:
+        self.open("raw")
+        slab = 16 << 20
+        self.assertEqual(self.cache.bind_slabs(0), 0)
+        self.assertEqual(self.cache.bind_slabs(slab + 5), slab)
+        self.assertEqual(self.cache.bind_slabs(1 << 62), 3 * slab)  # 7/8 of the pool
+        self.assertEqual(self.cache.bind_slabs(0), 0)  # it asks for none
+        self.write()
+        with self.cache.map_blocks_async(self.names).wait() as mapped:
+            forms, stored = self.pages.stored(0)
+            self.assertEqual((mapped.blocks, mapped.nbytes), (BLOCKS, 0))
+            got, checksums = self.copy(mapped)
+            self.assert_pages_equal(got, stored, forms, 0)
+            self.assertEqual(checksums, list(mapped.checksums))
+
     def test_wrong_arguments_of_mapping_are_named(self) -> None:
         self.open("raw")
         for wrong, field in (
             (lambda: self.cache.map_blocks_async(self.names, first=-1), "first"),
             (lambda: self.cache.map_blocks_async(self.names, device=-2), "device"),
+            (lambda: self.cache.bind_slabs(-1), "nbytes"),
+            (lambda: self.cache.bind_slabs(1, device=-2), "device"),
             (lambda: self.cache.map_blocks_async(self.names, numpy.zeros(64, numpy.uint8)), "pages"),
         ):
             with self.assertRaises(kv.InvalidArgumentError) as raised:
