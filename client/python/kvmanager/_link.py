@@ -155,6 +155,7 @@ class Link:
         self._urgent: collections.deque[Job] = collections.deque()
         self._jobs: collections.deque[Job] = collections.deque()
         self._attached = False
+        self._tried = False  # to attach, once
         self._closed = False
         self._busy = False
         self._thread = threading.Thread(target=self._run, name=f"kvmanager {name}", daemon=True)
@@ -168,6 +169,11 @@ class Link:
         """Until it is (not) attached; whether it came to that in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._attached == attached, timeout_s)
+
+    def wait_tried(self, timeout_s: float) -> None:
+        """Until it attached for the first time, or could not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._tried, timeout_s)
 
     def settle(self, timeout_s: float) -> bool:
         """Until no job waits or runs, and no call is under way; whether it came to that in time."""
@@ -206,6 +212,8 @@ class Link:
                     logger.log(logging.ERROR if wrong else logging.WARNING, text, self.address, error)
                 self.why, said = str(error), True
                 with self._changed:
+                    self._tried = True
+                    self._changed.notify_all()
                     self._changed.wait_for(lambda: self._closed, retry_s)
                 retry_s = min(2 * retry_s, RETRY_MAX_S)
                 continue
@@ -241,6 +249,7 @@ class Link:
     def _set_attached(self, attached: bool) -> None:
         with self._changed:
             self._attached = attached
+            self._tried = True
             self._changed.notify_all()
 
     def _serve(self, session: Session) -> Error:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvmanager")
+_MAP_S = 60.0  # an engine's start waits so long for memory to be mapped ahead
 
 # What versions of vLLM differ in.
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
@@ -110,6 +111,8 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
             self._off(error)  # loads that the scheduler plans fail at once; stores are dropped
             return
         link = self._worker.link
+        if self._worker.maps_ahead:
+            link.wait_tried(_MAP_S)
         if self._settings.required and not link.wait(True, self._settings.deadline_ms / 1000):
             self._off(link.why)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _PAGE_TOKENS = range(16, 257, 16)
 _PLANS = ("cheaper", "load")
+_MAP_GIB_MAX = 2048  # a pool's most
 _STAGING_MIB_MAX = 2048  # two arenas of 1 GiB
 
 
@@ -38,6 +39,7 @@ class Settings:
     layerwise_saves: bool = False  # copies a layer when it is computed; CUDA graphs become piecewise
     store_output: bool = True  # blocks of generated tokens, too
     calibration_dir: str = ""  # where the artifact lies that the codec names: pages are encoded in the engine's process
+    map_gib: int = -1  # of the daemon's memory that a GPU's worker maps when it attaches; -1: what it gives; 0: none
     plan: str = "cheaper"  # what is found is loaded where that is faster than computing it; "load": always
     required: bool = False  # an engine that cannot keep its blocks does not start
     peer: str = ""  # "HOST:PORT[,HOST:PORT]": where prefills of do_remote_decode are handed to; empty: nowhere
@@ -55,6 +57,8 @@ class Settings:
                     raise ValueError(f'peers is {value!r}, must be a list of "HOST:PORT"')
             else:
                 check_setting(key, value, cls.__dataclass_fields__[key].default, _STAGING_MIB_MAX)
+                if key == "map_gib" and not -1 <= value <= _MAP_GIB_MAX:
+                    raise ValueError(f"map_gib is {value}, must be -1..{_MAP_GIB_MAX}")
                 if key == "plan" and value not in _PLANS:
                     raise ValueError(f"plan is {value!r}, must be {' or '.join(_PLANS)}")
         return cls(**{**given, "peers": tuple(given.get("peers", ()))})

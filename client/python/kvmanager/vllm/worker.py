@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from .._link import Link, Session
-from ..errors import UnavailableError
+from ..errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError, UnimplementedError
 from ..page_codec import PageCodec
 from ..paged import Fence, PagedCopy
 from ..stored import Extents, Geometry
@@ -32,10 +32,13 @@ from .packing import packing_of
 if TYPE_CHECKING:
     import torch
 
+    from ..cache import Cache
+
 _SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 _EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon, or of one batch of copies
 _EXTENTS = 4  # of an arena, at least, where its size allows
 _LOG_S = 5.0
+_ALL_BYTES = 1 << 62  # more than any pool
 
 
 class WorkerHalf:
@@ -95,6 +98,11 @@ class WorkerHalf:
                 deadline_ms=settings.deadline_ms,
             )
 
+    @property
+    def maps_ahead(self) -> bool:
+        """Memory is mapped when the link attaches, which an engine's start should wait for. Once the caches are known."""
+        return self.copies is not None and self.copies.cuda and self.settings.map_gib != 0
+
     def _submit(self, job, urgent: bool = False) -> bool:
         return self.link is not None and self.link.submit(job, urgent)
 
@@ -110,12 +118,24 @@ class WorkerHalf:
         session.state["extents"] = made
         self.loads, self.stores = made
         self.maps = codec.copies
+        if self.maps and self.maps_ahead:
+            self._map_ahead(cache)
         o = cache.description
         fits = o.pool_bytes // max(1, o.encoded_page_bytes * len(self.facts.layers)) * self.facts.block_tokens
         self._logger.info(
             "kvmanager: attached to %s: model %s, codec %s, room for %d tokens", self.settings.address, o.options.model,
             o.options.codec, fits,
         )
+
+    def _map_ahead(self, cache: Cache) -> None:
+        """Of the daemon's memory, before there are steps: while memory is mapped and pinned, the GPU's driver lets them wait."""
+        gib = self.settings.map_gib
+        try:
+            mapped = cache.bind_slabs(gib << 30 if gib > 0 else _ALL_BYTES, self.copies.index)
+        except (FailedPreconditionError, ResourceExhaustedError, UnimplementedError) as error:
+            self._logger.warning("kvmanager: memory is mapped when loads need it, not ahead: %s", error)
+        else:
+            self._logger.info("kvmanager: mapped %.1f GiB of the daemon's memory", mapped / 2**30)
 
     def _detach(self) -> None:
         """The link's thread."""
