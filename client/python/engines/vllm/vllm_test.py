@@ -37,7 +37,8 @@ class InterfaceTest(unittest.TestCase):
     def test_settings_of_another_type_are_refused(self) -> None:
         for wrong in ({"lookup_ms": "1000"}, {"deadline_ms": 0}, {"prefill_wait_ms": 10.5}, {"staging_mib": 4096},
                       {"codec": None}, {"store_output": "no"}, {"lag_pages": True}, {"peers": "host:1"},
-                      {"plan": "least"}, {"plan": None}, {"peers": ["host"]}, {"peers": ["host:1,host:2"]}, {"peers": [7]}):
+                      {"plan": "least"}, {"plan": None}, {"map_gib": -2}, {"map_gib": 2049},
+                      {"map_gib": True}, {"peers": ["host"]}, {"peers": ["host:1,host:2"]}, {"peers": [7]}):
             with self.subTest(wrong), self.assertRaisesRegex(ValueError, f"{next(iter(wrong))} is .* must be"):
                 Engine("unix:/nowhere", **wrong)
 
