@@ -399,7 +399,7 @@ class ServerImpl final : public Server {
     tenant_gauges_.Set(*store_);
     devices_.Look(store_.get());
     store_->long_calls().LookAgain();
-    memory_.pool()->shown()->TakeBack();
+    memory_.Look(background_.get(), &queue_);
     // A request has its memory until there is room for its reply.
     const bool requests_wait = running_->requests.keeps_waiting();
     running_->requests.Look(requests_wait);

@@ -28,6 +28,12 @@ absl::Status ServerMemory::Open(const Options& options, const Clock* clock) {
   return absl::OkStatus();
 }
 
+void ServerMemory::Look(WorkerPool* workers, MessageQueue* queue) {
+  pool_->shown()->TakeBack();
+  if (!cleaner_.has_value()) cleaner_.emplace(pool_.get(), workers, queue);
+  cleaner_->Look();
+}
+
 absl::Status ServerMemory::OpenKept(const Options& options, const Clock* clock) {
   KV_ASSIGN_OR_RETURN(LockedFolder folder, LockedFolder::Open("--state-dir", options.state_dir));
   folder_.emplace(std::move(folder));

@@ -6,10 +6,13 @@
 
 #include "absl/status/status.h"
 #include "kvmanager/base/locked_folder.h"
+#include "kvmanager/base/message_queue.h"
+#include "kvmanager/base/worker_pool.h"
 #include "kvmanager/daemon/options.h"
 #include "kvmanager/keep/kept_manifest.h"
 #include "kvmanager/keep/memory_keeper.h"
 #include "kvmanager/memory/page_pool.h"
+#include "kvmanager/memory/slab_cleaner.h"
 
 namespace kvmanager {
 
@@ -18,6 +21,10 @@ class ServerMemory {
   /// Takes over what an earlier daemon had, if it has the same size, or makes it anew. Errors: PagePool's,
   /// LockedFolder's and MemoryKeeper's.
   absl::Status Open(const Options& options, const Clock* clock);
+
+  /// At what only a look shows of slabs that engines map, or could. workers: for what has time. Both outlive what this
+  /// begins.
+  void Look(WorkerPool* workers, MessageQueue* queue);
 
   PagePool* pool() const { return pool_.get(); }
   KeptManifest* manifest() const { return manifest_.get(); }  // nullptr: nothing outlives the daemon
@@ -31,6 +38,7 @@ class ServerMemory {
   std::unique_ptr<MemoryKeeper> keeper_;
   std::unique_ptr<PagePool> pool_;
   std::unique_ptr<KeptManifest> manifest_;
+  std::optional<SlabCleaner> cleaner_;
 };
 
 }  // namespace kvmanager

@@ -71,7 +71,9 @@ class PagePool final : public SlotPool {
   /// end.
   absl::Span<const std::unique_ptr<Region>> regions() const { return regions_; }
   /// Handed-out slots; and whole slabs that hold none but may still be mapped.
-  uint64_t used_bytes() const override { return slot_bytes_used() + allocator_.kept_slabs() * slab_bytes(); }
+  uint64_t used_bytes() const override {
+    return slot_bytes_used() + (allocator_.kept_slabs() - shown_.cleaning()) * slab_bytes();
+  }
   std::string huge_page_state() const;  // "hugetlb", "transparent" or "none"
 
  private:

@@ -10,7 +10,12 @@ namespace kvmanager {
 
 std::optional<SlotPool::SlabPlace> ShownSlabs::Showable(PageId id) const {
   const SlabAllocator::Place place = allocator_.PlaceOf(id);
-  if (regions_.empty() || !SlabBindings(&allocator_).IsShowable(place.slab)) return std::nullopt;
+  if (regions_.empty()) return std::nullopt;
+  const SlabBindings bindings(&allocator_);
+  if (!bindings.IsShowable(place.slab)) {
+    lacks_ |= bindings.IsBindable(place.slab);  // it is not cut, so it is unclean
+    return std::nullopt;
+  }
   return SlotPool::SlabPlace{place.slab, place.offset};
 }
 
@@ -73,6 +78,7 @@ absl::StatusOr<std::vector<uint32_t>> ShownSlabs::Bind(TenantId tenant, uint64_t
     Add(*slab, /*ahead=*/true);
     --wanted;
   }
+  lacks_ |= may_have_more();
   std::vector<uint32_t> bound;
   for (const Shown& shown : shown_) {
     if (bindings.IsBoundTo(shown.slab, tenant) && bindings.IsShowable(shown.slab)) bound.push_back(shown.slab);
@@ -106,6 +112,18 @@ std::vector<uint32_t> ShownSlabs::Recalled(TenantId tenant) {
     recalled.push_back(shown.slab);
   }
   return recalled;
+}
+
+std::optional<uint32_t> ShownSlabs::BeginCleaning() {
+  if (allocator_.free_slabs() < kFreeBesideCleaning + 1) return std::nullopt;
+  const std::optional<uint32_t> slab = SlabBindings(&allocator_).WithdrawWritten();
+  if (slab.has_value()) ++cleaning_;
+  return slab;
+}
+
+void ShownSlabs::EndCleaning(uint32_t slab) {
+  SlabBindings(&allocator_).Restore(slab);
+  --cleaning_;
 }
 
 void ShownSlabs::TakeBack() {

@@ -4,13 +4,15 @@
 // (slab_bindings.h) until the kernel says that nobody has it open or mapped any more. Owned by the pool, whose thread
 // is this one's.
 //
-// Invariant: the slabs listed here are exactly those that are bound or withheld, each once.
+// Invariant: the slabs listed here are exactly those that are bound or withheld, each once; those that are being
+// cleaned are not.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -27,6 +29,7 @@ class ShownSlabs {
  public:
   static constexpr size_t kLooksMax = 128;                    // slabs that one TakeBack looks at
   static constexpr int64_t kMapWithinNs = 10'000'000'000;     // what was bound ahead of need is mapped by then
+  static constexpr uint64_t kFreeBesideCleaning = 1;          // slabs that whoever needs one finds meanwhile
   static constexpr size_t kRecallsMax = 64;                   // slabs that one Recalled names
   static constexpr uint64_t kAloneNumerator = 7, kParts = 8;  // of the pool, for a payer who has all that is used
 
@@ -64,6 +67,14 @@ class ShownSlabs {
   /// The pool's slots were restored: slabs that processes map since before stay whose they are, or nobody's.
   void FindReaders();
 
+  // Free slabs that a tenant wrote, which others are not shown before they are clean (slab_cleaner.h).
+  /// Whether a tenant lacked clean slabs since this was asked last.
+  bool TakeLacking() { return std::exchange(lacks_, false); }
+  /// A slab that is nobody's from now on, to be zeroed. Nothing: all are clean, or too few are free.
+  std::optional<uint32_t> BeginCleaning();
+  void EndCleaning(uint32_t slab);
+  uint64_t cleaning() const { return cleaning_; }  // slabs
+
   size_t count() const { return shown_.size(); }
 
  private:
@@ -88,6 +99,8 @@ class ShownSlabs {
   std::vector<Shown> shown_;
   size_t look_ = 0;    // of shown_, the next to be looked at
   size_t recall_ = 0;  // of shown_, the next to be recalled
+  mutable bool lacks_ = false;
+  uint64_t cleaning_ = 0;
 };
 
 }  // namespace kvmanager

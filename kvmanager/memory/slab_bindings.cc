@@ -77,6 +77,17 @@ void SlabBindings::Withhold(uint32_t slab) {
   ++of_.kept_slabs_;
 }
 
+std::optional<uint32_t> SlabBindings::WithdrawWritten() {
+  const auto written = std::find_if(of_.free_slabs_.begin(), of_.free_slabs_.end(),
+                                    [&](uint32_t slab) { return of_.slabs_[slab].area.written; });
+  if (written == of_.free_slabs_.end()) return std::nullopt;
+  const uint32_t slab = *written;
+  of_.free_slabs_.erase(written);
+  of_.slabs_[slab].bound = of_.slabs_[slab].withdrawn = true;
+  ++of_.kept_slabs_;
+  return slab;
+}
+
 void SlabBindings::Restore(uint32_t slab) {
   KV_CHECK(slab < of_.slabs_.size() && of_.slabs_[slab].withdrawn);
   SlabAllocator::Slab& at = of_.slabs_[slab];

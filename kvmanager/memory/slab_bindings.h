@@ -43,6 +43,8 @@ class SlabBindings {
   void Withdraw(uint32_t slab);
   /// The same of a slab that is free and not bound.
   void Withhold(uint32_t slab);
+  /// The same of a free slab that a tenant wrote, the last that would be used, to be cleaned. Nothing: there is none.
+  std::optional<uint32_t> WithdrawWritten();
   /// Gives a withdrawn slab, whose bytes are nobody's now, to whoever asks; of one that was withheld they are as
   /// before.
   void Restore(uint32_t slab);
