@@ -1,4 +1,6 @@
 // Pages of a cache, encoded and decoded in this process.
+#include "client/c/page_codec.h"
+
 #include <cstring>
 #include <limits>
 #include <optional>
@@ -38,6 +40,27 @@ absl::StatusOr<std::shared_ptr<const Codec>> LocalCodecs::Create(const CacheOpti
   return std::shared_ptr<const Codec>(std::move(codec));  // shared by who encodes or attends, and their kernels
 }
 
+absl::StatusOr<uint64_t> CopyPages(const PageCodecObject& object, const uint64_t* from, const uint64_t* bytes,
+                                   uint32_t count, uint8_t* to, CUstream_st* stream) {
+  uint64_t copies = 0;
+  for (uint32_t begin = 0, end = 0; begin < count; begin = end) {
+    uint64_t size = bytes[begin], next = AlignedPage(size);
+    for (end = begin + 1; end < count && from[end] == from[begin] + next; ++end) {
+      size = next + bytes[end];
+      next += AlignedPage(bytes[end]);
+    }
+    const auto* const source = reinterpret_cast<const void*>(from[begin]);
+    if (object.on_device) {
+      KV_RETURN_IF_ERROR(object.device->EnqueueCopy(stream, to, source, size));
+    } else {
+      std::memcpy(to, source, size);
+    }
+    to += next;
+    ++copies;
+  }
+  return copies;
+}
+
 namespace {
 
 // The structs of the interface are those that kernels read.
@@ -48,37 +71,6 @@ static_assert(offsetof(kvm_encode_item, first_token) == offsetof(DeviceEncodeIte
 static_assert(offsetof(kvm_encode_item, layer) == offsetof(DeviceEncodeItem, layer));
 static_assert(offsetof(kvm_decode_item, raw) == offsetof(DeviceDecodeItem, raw));
 static_assert(offsetof(kvm_decode_item, layer) == offsetof(DeviceDecodeItem, layer));
-
-struct PageCodecObject final : kvm_object {
-  static constexpr Kind kKind = Kind::kPageCodec;
-  PageCodecObject(std::shared_ptr<Session> of, const std::string& calibration_dir, int layers_of_cache)
-      : kvm_object(kKind, std::move(of)), layers(layers_of_cache), codecs(std::in_place, calibration_dir) {}
-  void Drop() override {
-    device_codec.reset();
-    device.reset();
-    codec.reset();
-    codecs.reset();
-  }
-
-  const int layers;
-  std::optional<LocalCodecs> codecs;
-  std::shared_ptr<const Codec> codec;
-  AlignedBuffer workspace;                    // of the CPU
-  bool on_device = false;                     // else the CPU
-  std::unique_ptr<Device> device;             // nullptr: the CPU, or device_error says why
-  absl::Status device_error;                  // of a codec with one form
-  std::unique_ptr<DeviceCodec> device_codec;  // nullptr: the CPU, or a codec with one form
-};
-
-constexpr uint64_t kPageAlign = 64;  // api/kvmanager.capnp, BlocksRequest
-
-uint64_t Aligned(uint64_t bytes) { return (bytes + kPageAlign - 1) / kPageAlign * kPageAlign; }
-
-/// Makes the codec's GPU the thread's.
-absl::Status UseDevice(const PageCodecObject& object) {
-  KV_RETURN_IF_ERROR(object.device_error);
-  return object.device->Use();
-}
 
 template <typename F>
 int Ask(kvm_object* object, F f) {
@@ -99,17 +91,6 @@ absl::Status CheckItems(const PageCodecObject& object, const Item* items, uint32
     if (items[i].layer >= static_cast<uint32_t>(object.layers)) {
       return InvalidField(absl::StrCat("items[", i, "].layer"), items[i].layer, absl::StrCat("below ", object.layers));
     }
-  }
-  return absl::OkStatus();
-}
-
-// Calls `launch` for each run of items whose layers have one codec.
-template <typename Item, typename Launch>
-absl::Status ForEachRun(const DeviceCodec& codec, const Item* items, uint32_t count, Launch launch) {
-  for (uint32_t begin = 0, end = 0; begin < count; begin = end) {
-    const DeviceCodec& of = codec.of(static_cast<int>(items[begin].layer));
-    while (end < count && &codec.of(static_cast<int>(items[end].layer)) == &of) ++end;
-    KV_RETURN_IF_ERROR(launch(of, begin, end - begin));
   }
   return absl::OkStatus();
 }
@@ -218,23 +199,8 @@ int kvm_copy_pages(kvm_object* codec, const uint64_t* from, const uint64_t* byte
                    void* stream, uint64_t* runs) {
   return Ask(codec, [&](PageCodecObject& object) -> absl::Status {
     if (object.on_device) KV_RETURN_IF_ERROR(UseDevice(object));
-    auto* at = static_cast<uint8_t*>(to);
-    uint64_t copies = 0;
-    for (uint32_t begin = 0, end = 0; begin < count; begin = end) {
-      uint64_t size = bytes[begin], next = Aligned(size);
-      for (end = begin + 1; end < count && from[end] == from[begin] + next; ++end) {
-        size = next + bytes[end];
-        next += Aligned(bytes[end]);
-      }
-      const auto* const source = reinterpret_cast<const void*>(from[begin]);
-      if (object.on_device) {
-        KV_RETURN_IF_ERROR(object.device->EnqueueCopy(StreamOf(stream), at, source, size));
-      } else {
-        std::memcpy(at, source, size);
-      }
-      at += next;
-      ++copies;
-    }
+    KV_ASSIGN_OR_RETURN(const uint64_t copies,
+                        CopyPages(object, from, bytes, count, static_cast<uint8_t*>(to), StreamOf(stream)));
     if (runs != nullptr) *runs = copies;
     return absl::OkStatus();
   });

@@ -51,6 +51,31 @@ class TensorRange(ctypes.Structure):
     _fields_ = [("data", c_void_p), ("bytes", c_uint64)]
 
 
+class PagedCaches(ctypes.Structure):
+    _fields_ = [
+        *((name, c_uint32) for name in ("layers", "heads", "tokens", "piece_tokens", "row_bytes", "reserved")),
+        *((name, c_int64) for name in ("block_stride", "piece_stride", "token_stride", "head_stride")),
+        ("layer_table", c_void_p),
+    ]
+
+
+class PagedLoad(ctypes.Structure):
+    _fields_ = [
+        ("raw", c_void_p * 2),
+        ("stored", c_void_p * 2),
+        *((name, c_uint32) for name in ("blocks", "ids_stride")),
+        *((name, c_void_p) for name in ("ids", "items", "sums", "fetch", "load")),
+    ]
+
+
+class PagedSave(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("raw", "stored", "host", "ids", "items", "declined")),
+        *((name, c_uint32) for name in ("first_block", "count", "ids_stride", "reserved")),
+        ("stream", c_void_p),
+    ]
+
+
 _OBJECT = POINTER(c_void_p)
 
 # Functions that return a code. Buffers go as addresses (c_void_p takes integers, bytes and ctypes arrays).
@@ -98,6 +123,10 @@ _CALLS = {
     "kvm_decode_pages": [c_void_p, c_void_p, c_uint32, c_void_p],
     "kvm_copy_pages": [c_void_p, c_void_p, c_void_p, c_uint32, c_void_p, c_void_p, POINTER(c_uint64)],
     "kvm_hash_pages": [c_void_p, c_void_p, c_void_p, c_uint32, c_void_p, c_void_p],
+    "kvm_set_paged": [c_void_p, POINTER(PagedCaches)],
+    "kvm_load_blocks": [c_void_p, c_void_p, c_uint32, c_uint32, POINTER(PagedLoad), POINTER(c_uint64)],
+    "kvm_compare_blocks": [c_void_p, c_uint32, c_uint32, c_void_p, POINTER(c_uint32)],
+    "kvm_save_blocks": [c_void_p, POINTER(PagedSave), POINTER(c_uint64)],
     "kvm_ready": [c_void_p, POINTER(c_int)],
     "kvm_wait": [c_void_p, c_void_p, _OBJECT],
     "kvm_output_factors": [c_void_p, c_int32, c_void_p, c_uint64, POINTER(c_int)],

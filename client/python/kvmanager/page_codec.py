@@ -8,12 +8,12 @@ A raw page is [K, V][kv_heads][page_tokens][head_dim] of the cache's dtype. Addr
 
 from __future__ import annotations
 
-from ctypes import byref, c_uint64, c_void_p
+from ctypes import c_uint32, byref, c_uint64, c_void_p
 from typing import Any
 
 from . import _lib
-from ._lib import Handle, check, lib
-from .cache import Cache
+from ._lib import Handle, PagedCaches, PagedLoad, PagedSave, check, lib
+from .cache import BlocksMapped, Cache
 from .errors import encoded, integer
 
 ENCODE_ITEM_BYTES = 32  # u64 raw, u64 encoded, u64 first token of the page in its context, u32 layer, u32 0
@@ -77,6 +77,30 @@ class PageCodec(Handle):
         out: of [count] u64. On a GPU on `stream`: pages and `out` are in its memory or pinned memory, pages from a multiple
         of 16 on and of at least 241 bytes. On the CPU it is done when this returns. UnavailableError: not `copies`."""
         check(lib.kvm_hash_pages(self._object, addresses, nbytes, count, out, stream))
+
+    # Blocks of an engine's paged caches on the codec's GPU, for paged_blocks.py.
+
+    def set_paged(self, caches: PagedCaches) -> None:
+        """FailedPreconditionError: of the CPU. InvalidArgumentError: of other pages than the cache's."""
+        check(lib.kvm_set_paged(self._object, byref(caches)))
+
+    def load_blocks(self, mapped: BlocksMapped, first: int, count: int, load: PagedLoad) -> int:
+        """Only begun; returns the bytes that are copied."""
+        nbytes = c_uint64()
+        check(lib.kvm_load_blocks(self._object, mapped._object, first, count, byref(load), byref(nbytes)))
+        return nbytes.value
+
+    def corrupt_block(self, mapped: BlocksMapped, first: int, count: int, sums: int) -> int | None:
+        """The first of the blocks whose sums, [count][layers] at that address, are not the checksums of its pages."""
+        corrupt = c_uint32()
+        check(lib.kvm_compare_blocks(mapped._object, first, count, sums, byref(corrupt)))
+        return None if corrupt.value == 2**32 - 1 else corrupt.value
+
+    def save_blocks(self, save: PagedSave) -> int:
+        """Only begun; returns the bytes of the range that they take."""
+        nbytes = c_uint64()
+        check(lib.kvm_save_blocks(self._object, byref(save), byref(nbytes)))
+        return nbytes.value
 
 
 __all__ = ["DECODE_ITEM_BYTES", "ENCODE_ITEM_BYTES", "PAGE_ALIGN", "PageCodec"]

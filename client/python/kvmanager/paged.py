@@ -97,7 +97,7 @@ class PagedCopy:
         packings: list[Packing | None] | None = None,
         groups: list[int] | None = None,
     ) -> None:
-        self._views = [layer_views(layer, blocks, block_tokens, heads, head_dim) for layer in layers]
+        self.views = [layer_views(layer, blocks, block_tokens, heads, head_dim) for layer in layers]
         self._packings = packings or [None] * len(layers)
         self._packed = [  # [blocks][pieces][heads][2 * tokens of a piece * head_dim]
             None if packing is None else layer.flatten(2).unflatten(0, (blocks, -1))
@@ -109,7 +109,7 @@ class PagedCopy:
         self.index = (self.device.index or 0) if self.cuda else -1  # of the GPU; -1: the CPU
         self.save_stream = self.load_stream = None
         self.fetch_stream = None  # what brings pages to the GPU, ahead of the loads
-        self._groups = groups or [0] * len(layers)
+        self.groups = groups or [0] * len(layers)
         self._kernel: PagedKernel | None = None
         if self.cuda:
             low = torch.cuda.Stream.priority_range()[0]
@@ -124,7 +124,7 @@ class PagedCopy:
             from .paged_kernel import PagedKernel
 
             with torch.cuda.device(self.device):
-                return PagedKernel(self._views, self._groups)
+                return PagedKernel(self.views, self.groups)
         except Exception as error:  # Triton is not there, or finds no compiler
             warnings.warn(f"kvmanager copies layers one by one, which takes longer: {type(error).__name__}: {error}")
             return None
@@ -147,7 +147,7 @@ class PagedCopy:
         with torch.cuda.stream(self.save_stream):
             after.hold()
             on_device = indices.to(self.device, non_blocking=True)
-            for view, rows in zip(self._views[layer], (k, v)):
+            for view, rows in zip(self.views[layer], (k, v)):
                 rows.copy_(view.index_select(0, on_device).reshape(rows.shape), non_blocking=True)
             return self._record(self.save_stream)
 
@@ -161,7 +161,7 @@ class PagedCopy:
         with torch.inference_mode(), torch.cuda.stream(self.load_stream):
             after.hold()
             on_device = indices.to(self.device, non_blocking=True)
-            for view, rows in zip(self._views[layer], (k, v)):
+            for view, rows in zip(self.views[layer], (k, v)):
                 there = rows.to(self.device, non_blocking=True)
                 view.index_copy_(0, on_device, there.reshape(len(indices), *view.shape[1:]))
             return self._record(self.load_stream)
@@ -171,7 +171,7 @@ class PagedCopy:
         caches' device. ids: by group. after: by layer. Only begun: pages are there behind the fences."""
         if self._kernel is None:
             indices, fences = [self.indices(each) for each in ids], []
-            for layer, group in enumerate(self._groups):
+            for layer, group in enumerate(self.groups):
                 k, v = _rows(raw, layer, count)
                 fences.append(self.save(layer, indices[group], k, v, after[layer]))
             return fences
@@ -187,7 +187,7 @@ class PagedCopy:
         if self._kernel is None:
             wanted = [[place for place, each in enumerate(group) if each] for group in ids]
             indices = [self.indices([group[place] for place in places]) for group, places in zip(ids, wanted)]
-            for layer, group in enumerate(self._groups):
+            for layer, group in enumerate(self.groups):
                 k, v = _rows(raw, layer, count)
                 if len(wanted[group]) < count:
                     k, v = k[wanted[group]], v[wanted[group]]
@@ -207,14 +207,14 @@ class PagedCopy:
         """K and V of blocks on a CPU, each [blocks][pieces][tokens of a piece][heads][head_dim]."""
         packing = self._packings[layer]
         if packing is None:
-            return [view.index_select(0, indices) for view in self._views[layer]]
+            return [view.index_select(0, indices) for view in self.views[layer]]
         return [side.transpose(2, 3) for side in packing.unpack(self._packed[layer].index_select(0, indices))]
 
     def _write(self, layer: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         packing = self._packings[layer]
-        sides = [rows.reshape(len(indices), *view.shape[1:]) for view, rows in zip(self._views[layer], (k, v))]
+        sides = [rows.reshape(len(indices), *view.shape[1:]) for view, rows in zip(self.views[layer], (k, v))]
         if packing is None:
-            for view, side in zip(self._views[layer], sides):
+            for view, side in zip(self.views[layer], sides):
                 view.index_copy_(0, indices, side)
         else:
             packed = packing.pack(*(side.transpose(2, 3) for side in sides))
@@ -223,6 +223,12 @@ class PagedCopy:
     def saved(self) -> Fence:
         """All that save() began so far, also where it failed in the middle."""
         return self._record(self.save_stream) if self.cuda else Fence()
+
+    def hold_saves(self, after: list[Fence]) -> None:
+        """What saves is given from now on comes behind these."""
+        with torch.cuda.stream(self.save_stream):
+            for fence in set(after):
+                fence.hold()
 
     def fetched(self) -> Fence:
         """Behind all that fetch_stream was given."""

@@ -93,6 +93,9 @@ class Extent:
             self._declined = torch.zeros(pages, dtype=torch.int32, pin_memory=self._on_gpu)
             self._sums = torch.empty(pages, dtype=torch.int64, pin_memory=self._on_gpu)  # of what was fetched
         self._expected: torch.Tensor | None = None  # of the same
+        self.host_address, self.items_address = self._host.data_ptr(), self._items.data_ptr()
+        self.declined_address, self.ids_address = self._declined.data_ptr(), 0
+        self._ids: torch.Tensor | None = None
         self._planned: dict[str, tuple[object, _Plan]] = {}  # the newest of each kind, and of what
         self._writing: _Plan | None = None  # of encode()
         self._items_are: tuple[_Plan | None, int | None] = (None, None)
@@ -103,10 +106,7 @@ class Extent:
             planned = self._planned[kind] = key, _Plan(self, forms())
         return planned[1]
 
-    # To the daemon. On the stream of the copies that fill the raw pages, or behind them on the CPU.
-
-    def encode(self, count: int, first: int, stream: int = 0) -> None:
-        """Brings `count` blocks, of which the first is block `first` of its sequence, into the range; only begun on a GPU."""
+    def _plan_to_encode(self, count: int, first: int) -> _Plan:
         g, of = self.of.geometry, self.of
         sinks = min(max(-(-of.codec.sink_tokens // g.block_tokens) - first, 0), count)  # blocks that begin with sinks
 
@@ -114,7 +114,14 @@ class Extent:
             pages = count * g.layers
             return (of.page_block[:pages] < sinks) | of.raw_layer[of.page_layer[:pages]]
 
-        plan = self._plan("encode", (count, sinks), forms)
+        return self._plan("encode", (count, sinks), forms)
+
+    # To the daemon. On the stream of the copies that fill the raw pages, or behind them on the CPU.
+
+    def encode(self, count: int, first: int, stream: int = 0) -> None:
+        """Brings `count` blocks, of which the first is block `first` of its sequence, into the range; only begun on a GPU."""
+        g, of = self.of.geometry, self.of
+        plan = self._plan_to_encode(count, first)
         self._writing = plan
         if len(plan.encoded):
             self._write_items(plan, first * g.block_tokens)
@@ -123,6 +130,23 @@ class Extent:
             self._copy(self.encoded_pages, int(plan.offsets[page]), self._raw_bytes, page * g.raw_page_bytes)
         if self._on_gpu:
             self._host[: plan.nbytes].copy_(self.encoded_pages[: plan.nbytes], non_blocking=True)
+
+    # The same by paged_blocks.py.
+
+    def put_ids(self, ids: list[list[int]]) -> int:
+        """Of the engine's blocks, by group; returns how many have room in a group. What read the last ones has ended."""
+        if self._ids is None or len(self._ids) < len(ids):
+            with torch.inference_mode(False):
+                self._ids = torch.empty((len(ids), self.blocks), dtype=torch.int64, pin_memory=self._on_gpu)
+        for group, of_group in enumerate(ids):
+            self._ids[group, : len(of_group)] = torch.tensor(of_group, dtype=torch.int64)
+        self.ids_address = self._ids.data_ptr()
+        return self.blocks
+
+    def note_encoded(self, count: int, first: int, nbytes: int) -> None:
+        """encode() was begun by other means, and takes so much of the range."""
+        self._writing, self._items_are = self._plan_to_encode(count, first), (None, None)
+        assert self._writing.nbytes == nbytes
 
     def encoded(self) -> tuple[bytes, ArenaTensor]:
         """Once encode() is done: the forms of the pages, and the range that they take."""

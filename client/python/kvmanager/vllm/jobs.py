@@ -62,8 +62,9 @@ class StoreJob:
         self._spoilt = ""  # why not all copies were begun, or will be
         self._began = time.monotonic()
 
-    def begin(self) -> bool:
-        """Begins the copies of the next blocks; whether there were some, and room for them."""
+    def begin(self, at_once: bool = False) -> bool:
+        """Begins the copies of the next blocks; whether there were some, and room for them. at_once: encodes them, too, on the link's
+        thread."""
         half, store = self._half, self.store
         with self._lock:
             while self._next < self._count and not all(group[self._next] for group in store.block_ids):
@@ -83,8 +84,15 @@ class StoreJob:
             self._next = end
             try:
                 ids = [group[begin:end] for group in store.block_ids]
-                part.fences += half.copies.save_blocks(extent.raw, part.count, ids, self.after)
-            except RuntimeError as error:  # a GPU without memory for the copy, for example
+                if at_once and half.paged is not None:
+                    half.copies.hold_saves(self.after)
+                    part.encodes = True
+                    half.paged.save(extent, part.count, part.first, ids)
+                    part.done = half.copies.saved()
+                    part.fences.append(part.done)
+                else:
+                    part.fences += half.copies.save_blocks(extent.raw, part.count, ids, self.after)
+            except (RuntimeError, Error) as error:  # a GPU without memory for the copy, for example
                 self._spoilt = f"{type(error).__name__}: {error}"
                 part.fences.append(half.copies.saved())
         return True
@@ -127,7 +135,8 @@ class StoreJob:
             while True:
                 part = self._next_part()
                 if part is not None:
-                    self._encode(part)
+                    if not part.encodes:
+                        self._encode(part)
                     filling.append(part)
                     half.link.run_urgent(session)
                 # One is copied while the one before is written.
@@ -167,7 +176,7 @@ class StoreJob:
         """The oldest whose copies were begun and that is not encoded, or else the next."""
         with self._lock:
             waiting = [part for part in self._begun if not part.encodes]
-        if not waiting and self.begin():
+        if not waiting and self.begin(at_once=True):
             waiting = [self._begun[-1]]
         return waiting[0] if waiting else None
 

@@ -82,6 +82,13 @@ class MappedLoad:
     def _bring(self, mapped: BlocksMapped) -> int:
         """Blocks of it that are in the paged cache as they were stored, from the first on."""
         half = self._half
+        stagings = [half.loads.take(), half.loads.take()] if half.paged is not None else []
+        try:
+            if stagings and all(stagings):
+                return self._bring_at_once(mapped, stagings)
+        finally:
+            for extent in filter(None, stagings):
+                extent.close()
         filled: collections.deque[tuple[Extent, int, Fence]] = collections.deque()
         begun = 0
         try:
@@ -103,6 +110,23 @@ class MappedLoad:
                 half.drained().wait()
             for extent, _, _ in filled:
                 extent.close()
+
+    def _bring_at_once(self, mapped: BlocksMapped, stagings: list[Extent]) -> int:
+        half, copies = self._half, self._half.copies
+        if not mapped.blocks:
+            return 0
+        ids = [group[self.done : self.done + mapped.blocks] for group in self._load.block_ids]
+        try:
+            import torch
+
+            with torch.cuda.stream(copies.load_stream):
+                self._after.hold()
+            half.count("loaded_encoded_bytes", half.paged.load(mapped, ids, stagings))
+        finally:
+            copies.fetched().wait()
+            half.drained().wait()
+        corrupt = half.paged.corrupt(mapped)
+        return mapped.blocks if corrupt is None else corrupt
 
     def _fill(self, extent: Extent, mapped: BlocksMapped, first: int, count: int) -> Fence:
         """Only begun on a GPU."""

@@ -18,12 +18,13 @@ import time
 from typing import TYPE_CHECKING
 
 from .._link import Link, Session
-from ..errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError, UnimplementedError
+from ..errors import Error, FailedPreconditionError, ResourceExhaustedError, UnavailableError, UnimplementedError
 from ..page_codec import PageCodec
 from ..paged import Fence, PagedCopy
 from ..stored import Extents, Geometry
 from .facts import Facts, Settings
 from .jobs import FinishJob, LoadJob, StoreJob
+from .mapped_load import PAGES_MAX
 from .measured import LoadMeter
 from .messages import Load, StepPlan, Store
 from .metrics import KvManagerStats
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..cache import Cache
+    from ..paged_blocks import PagedBlocks
 
 _SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 _EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon, or of one batch of copies
@@ -62,6 +64,7 @@ class WorkerHalf:
         self.stores: Extents | None = None  # while attached, as loads
         self.loads: Extents | None = None
         self.maps = False  # loads read the daemon's memory themselves; the link's thread
+        self.paged: PagedBlocks | None = None  # likewise: what copies whole blocks in one call
         self._step: list[StoreJob] = []  # of this step, their copies not all begun
         self._reading: dict[str, list[StoreJob]] = {}  # whose blocks may still be read, by request
         self._hashes: dict[str, tuple[str, list[bytes]]] = {}  # tenant and hashes of what was stored, by request
@@ -120,6 +123,7 @@ class WorkerHalf:
         self.maps = codec.copies
         if self.maps and self.maps_ahead:
             self._map_ahead(cache)
+        self.paged = self._paged(codec)
         o = cache.description
         fits = o.pool_bytes // max(1, o.encoded_page_bytes * len(self.facts.layers)) * self.facts.block_tokens
         self._logger.info(
@@ -137,6 +141,18 @@ class WorkerHalf:
         else:
             self._logger.info("kvmanager: mapped %.1f GiB of the daemon's memory", mapped / 2**30)
 
+    def _paged(self, codec: PageCodec) -> PagedBlocks | None:
+        """None: blocks are copied by torch and Triton."""
+        if not self.copies.cuda or not codec.copies:
+            return None
+        from ..paged_blocks import PagedBlocks
+
+        try:
+            return PagedBlocks(codec, self.copies, self.geometry, max(1, PAGES_MAX // self.geometry.layers))
+        except (Error, ValueError) as error:
+            self._logger.warning("kvmanager: blocks are copied layer by layer, which takes longer: %s", error)
+            return None
+
     def _detach(self) -> None:
         """The link's thread."""
         for extents in (self.loads, self.stores):
@@ -145,7 +161,7 @@ class WorkerHalf:
                 self.copies.fetched().wait()
                 self.copies.loaded().wait()
                 extents.close()
-        self.loads = self.stores = None
+        self.loads = self.stores = self.paged = None
         self.count("detachments")
 
     # A step.

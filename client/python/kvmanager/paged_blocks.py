@@ -1,0 +1,95 @@
+"""Whole blocks between the daemon's memory and an engine's paged caches on a GPU, enqueued by one call for many. Needs torch.
+
+What an engine's thread and the connector's do in Python waits for one another: a load of an 8K prompt that began its copies and
+kernels one by one took as long with a quarter of the bytes. So all of it is begun by the client's library (client/c/paged_blocks.cc),
+without Python's lock.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._lib import PagedCaches, PagedLoad, PagedSave
+from .cache import BlocksMapped
+from .page_codec import PageCodec
+from .paged import PagedCopy
+from .stored import Extent, Geometry
+
+_WORD = 16  # bytes that a thread of the GPU moves at a time
+
+
+class PagedBlocks:
+    """Of one connection's codec and one engine's caches. It belongs to the client's thread."""
+
+    def __init__(self, codec: PageCodec, copies: PagedCopy, geometry: Geometry, blocks_max: int) -> None:
+        """blocks_max: of one load. ValueError: caches that it cannot copy."""
+        self._codec, self._copies = codec, copies
+        views, groups = copies.views, copies.groups
+        first = views[0][0]
+        _, pieces, piece_tokens, heads, head_dim = first.shape
+        size, strides = first.element_size(), [stride * first.element_size() for stride in first.stride()]
+        for side in (side for both in views for side in both):
+            if side.shape != first.shape or side.stride() != first.stride() or side.dtype != first.dtype:
+                raise ValueError("layers have caches of different shapes")
+            if side.data_ptr() % _WORD:
+                raise ValueError(f"a cache begins within {_WORD} bytes")
+        if strides[-1] != size or any(stride % _WORD for stride in (*strides[:-1], head_dim * size)):
+            raise ValueError(f"rows of the caches are not of {_WORD} bytes each")
+        table = [[*(side.data_ptr() for side in both), group] for both, group in zip(views, groups)]
+        with torch.inference_mode(False):
+            self._table = torch.tensor(table, dtype=torch.int64, device=copies.device)
+            self._ids = torch.zeros((max(groups) + 1, blocks_max), dtype=torch.int64, pin_memory=True)
+            pages = blocks_max * geometry.layers
+            self._items = torch.empty((pages, 3), dtype=torch.int64, pin_memory=True)
+            self._sums = torch.empty(pages, dtype=torch.int64, pin_memory=True)
+        torch.cuda.current_stream(copies.device).synchronize()
+        codec.set_paged(
+            PagedCaches(
+                len(views), heads, pieces * piece_tokens, piece_tokens, head_dim * size, 0, *strides[:4], self._table.data_ptr()
+            )
+        )
+
+    def load(self, mapped: BlocksMapped, ids: list[list[int]], stagings: list[Extent]) -> int:
+        """Brings all mapped blocks into the caches' blocks `ids`, by group, 0: not wanted. stagings: two. Only begun: they are there
+        behind copies.loaded(). Returns their bytes. What the last call began has ended."""
+        copies = self._copies
+        for group, of_group in enumerate(ids):
+            self._ids[group, : mapped.blocks] = torch.tensor(of_group, dtype=torch.int64)
+        load = PagedLoad(
+            (stagings[0].raw.data_ptr(), stagings[1].raw.data_ptr()),
+            (stagings[0].encoded_pages.data_ptr(), stagings[1].encoded_pages.data_ptr()),
+            stagings[0].blocks,
+            self._ids.shape[1],
+            self._ids.data_ptr(),
+            self._items.data_ptr(),
+            self._sums.data_ptr(),
+            copies.fetch_stream.cuda_stream,
+            copies.load_stream.cuda_stream,
+        )
+        return self._codec.load_blocks(mapped, 0, mapped.blocks, load)
+
+    def corrupt(self, mapped: BlocksMapped) -> int | None:
+        """Once load() is done: the first of the blocks that is not what was stored."""
+        return self._codec.corrupt_block(mapped, 0, mapped.blocks, self._sums.data_ptr())
+
+    def save(self, extent: Extent, count: int, first: int, ids: list[list[int]]) -> None:
+        """Brings `count` of the caches' blocks `ids`, by group, of which the first is block `first` of its sequence, into the
+        extent's range, as extent.encode() does. Only begun, behind what save_stream was given."""
+        stride = extent.put_ids(ids)
+        save = PagedSave(
+            extent.raw.data_ptr(),
+            extent.encoded_pages.data_ptr(),
+            extent.host_address,
+            extent.ids_address,
+            extent.items_address,
+            extent.declined_address,
+            first,
+            count,
+            stride,
+            0,
+            self._copies.save_stream.cuda_stream,
+        )
+        extent.note_encoded(count, first, self._codec.save_blocks(save))
+
+
+__all__ = ["PagedBlocks"]
