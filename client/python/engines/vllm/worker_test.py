@@ -405,14 +405,14 @@ class WorkerTest(DaemonTestCase):
         rows, hashes = random_rows(21, 6, 64), hashes_of(21, 6)
         rank.store("a", hashes, list(range(10, 16)), rows)
         rank.settle()
-        codec, copy = rank.half.loads.codec, type(rank.half.loads.codec).copy_pages
-        flipped = []
+        codec, copy, extents = rank.half.loads.codec, type(rank.half.loads.codec).copy_pages, []
+        self.assertEqual(2, rank.half.extent_blocks)
 
         def flip(self, sources, nbytes, count, to, stream=0):
             runs = copy(self, sources, nbytes, count, to, stream)
-            if not flipped and DEVICE.type != "cuda":
-                flipped.append(ctypes.c_ubyte.from_address(to + 2 * LAYERS * codec.raw_bytes + 5))
-                flipped[0].value ^= 1
+            extents.append(ctypes.c_ubyte.from_address(to + 5))
+            if len(extents) == 2:  # of the first page of block 2
+                extents[1].value ^= 1
             return runs
 
         if DEVICE.type == "cuda":
