@@ -1,9 +1,15 @@
 #include "kvmanager/daemon/server_memory.h"
 
 #include <spdlog/spdlog.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
@@ -14,11 +20,34 @@ namespace {
 
 constexpr char kManifest[] = "manifest";
 
+constexpr size_t kTouchedBytes = Region::kHugePageBytes;
+constexpr int kTouchingNice = 19;  // of the thread: what it does is not urgent
+
 std::string RegionName(size_t index) { return absl::StrCat("pool-", index); }
+
+absl::Status Touch(uint8_t* data, size_t bytes) {
+  thread_local const int nice = setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kTouchingNice);
+  static_cast<void>(nice);
+  if (madvise(data, bytes, MADV_POPULATE_WRITE) == 0) return absl::OkStatus();
+  return absl::UnavailableError("the kernel does not touch memory ahead of use");  // before Linux 5.14
+}
 
 }  // namespace
 
 absl::Status ServerMemory::Open(const Options& options, const Clock* clock) {
+  KV_RETURN_IF_ERROR(OpenPool(options, clock));
+  // Pieces that take the kernel less than a millisecond: meanwhile nobody maps or unmaps memory.
+  std::vector<absl::Span<uint8_t>> pieces;
+  for (const auto& region : pool_->regions()) {
+    for (size_t at = 0; at < region->bytes(); at += kTouchedBytes) {
+      pieces.push_back({region->data() + at, std::min(kTouchedBytes, region->bytes() - at)});
+    }
+  }
+  toucher_ = std::make_unique<HostPinner>(std::move(pieces), HostPinner::Calls{Touch, [](uint8_t*) {}});
+  return absl::OkStatus();
+}
+
+absl::Status ServerMemory::OpenPool(const Options& options, const Clock* clock) {
   if (!options.state_dir.empty()) return OpenKept(options, clock);
   PagePool::Options pool;
   pool.pool_bytes = options.host_pool_bytes;

@@ -11,6 +11,7 @@
 #include "kvmanager/daemon/options.h"
 #include "kvmanager/keep/kept_manifest.h"
 #include "kvmanager/keep/memory_keeper.h"
+#include "kvmanager/memory/host_pinner.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/memory/slab_cleaner.h"
 
@@ -19,7 +20,8 @@ namespace kvmanager {
 class ServerMemory {
  public:
   /// Takes over what an earlier daemon had, if it has the same size, or makes it anew. Errors: PagePool's,
-  /// LockedFolder's and MemoryKeeper's.
+  /// LockedFolder's and MemoryKeeper's. Its pages are touched in the background: the first who writes to one else waits
+  /// until the kernel has cleared it, a third of the time of a store.
   absl::Status Open(const Options& options, const Clock* clock);
 
   /// At what only a look shows of slabs that engines map, or could. workers: for what has time. Both outlive what this
@@ -30,6 +32,7 @@ class ServerMemory {
   KeptManifest* manifest() const { return manifest_.get(); }  // nullptr: nothing outlives the daemon
 
  private:
+  absl::Status OpenPool(const Options& options, const Clock* clock);
   absl::Status OpenKept(const Options& options, const Clock* clock);
   absl::Status TakeOver(PagePool::Options pool);
   absl::Status MakeAnew(const PagePool::Options& pool);
@@ -39,6 +42,7 @@ class ServerMemory {
   std::unique_ptr<PagePool> pool_;
   std::unique_ptr<KeptManifest> manifest_;
   std::optional<SlabCleaner> cleaner_;
+  std::unique_ptr<HostPinner> toucher_;  // of the pool
 };
 
 }  // namespace kvmanager

@@ -59,6 +59,7 @@ class StoreJob:
         self._next = 0  # blocks of the store whose copies were begun, or are not needed
         self._count = len(store.block_ids[0])
         self._begun: collections.deque[Stored] = collections.deque()
+        self._begun_fences: collections.deque[Fence] = collections.deque()  # that may not have passed; asking takes time
         self._spoilt = ""  # why not all copies were begun, or will be
         self._began = time.monotonic()
 
@@ -95,6 +96,7 @@ class StoreJob:
             except (RuntimeError, Error) as error:  # a GPU without memory for the copy, for example
                 self._spoilt = f"{type(error).__name__}: {error}"
                 part.fences.append(half.copies.saved())
+            self._begun_fences.extend(part.fences)
         return True
 
     def skip(self, blocks: int) -> None:
@@ -119,8 +121,11 @@ class StoreJob:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            ended = self._next >= self._count or bool(self._spoilt)
-            return ended and all(fence.passed() for part in self._begun for fence in part.fences)
+            if self._next < self._count and not self._spoilt:
+                return False
+            while self._begun_fences and self._begun_fences[0].passed():
+                self._begun_fences.popleft()
+            return not self._begun_fences
         finally:
             self._lock.release()
 
