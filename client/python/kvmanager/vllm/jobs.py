@@ -42,6 +42,7 @@ class Stored:
         self.extent, self.first, self.count = extent, first, count
         self.fences: list[Fence] = []  # of the copies, by layer: then nothing reads the engine's blocks
         self.encodes = False
+        self.failed = False  # not all was copied: it is not written
         self.done = Fence()  # the range is filled
 
 
@@ -96,8 +97,9 @@ class StoreJob:
             except (RuntimeError, Error) as error:  # a GPU without memory for the copy, for example
                 self._spoilt = f"{type(error).__name__}: {error}"
                 part.fences.append(half.copies.saved())
+                part.failed, self._next = True, begin
             self._begun_fences.extend(part.fences)
-        return True
+        return not part.failed
 
     def skip(self, blocks: int) -> None:
         """The daemon has the blocks before `blocks` of the request."""
@@ -157,9 +159,14 @@ class StoreJob:
             self._end(writing, error)
             raise
         with self._lock:
-            left = self._count - self._next
+            failed, left = list(self._begun), self._count - self._next
+            self._begun.clear()
             if left:
                 self._spoilt = self._spoilt or "no staging is free: raise staging_mib"
+        for part in failed:
+            for fence in part.fences:
+                fence.wait()
+            part.extent.close()
         if self._spoilt:
             half.log(f"blocks of request {store.request} were not all stored", self._spoilt)
             self._unstored("preempted" if "taken" in self._spoilt else "failed", left)
@@ -180,7 +187,7 @@ class StoreJob:
     def _next_part(self) -> Stored | None:
         """The oldest whose copies were begun and that is not encoded, or else the next."""
         with self._lock:
-            waiting = [part for part in self._begun if not part.encodes]
+            waiting = [part for part in self._begun if not part.encodes and not part.failed]
         if not waiting and self.begin(at_once=True):
             waiting = [self._begun[-1]]
         return waiting[0] if waiting else None
