@@ -212,9 +212,9 @@ KVM_API int kvm_copy_pages(kvm_object* codec, const uint64_t* from, const uint64
 KVM_API int kvm_hash_pages(kvm_object* codec, const uint64_t* addresses, const uint64_t* bytes, uint32_t count,
                            uint64_t* out, void* stream);
 
-/* An engine's paged caches on the codec's GPU: sizes and strides in bytes, multiples of 16; a block has `tokens` tokens,
- * the cache's page_tokens, in pieces of piece_tokens. layer_table, on the GPU, which stays: [layers] of three words of 64
- * bits, the addresses of K and of V of block 0 and the group of block ids. */
+/* An engine's paged caches on the codec's GPU: sizes and strides in bytes, multiples of 16; a block has `tokens`
+ * tokens, the cache's page_tokens, in pieces of piece_tokens. layer_table, on the GPU, which stays: [layers] of three
+ * words of 64 bits, the addresses of K and of V of block 0 and the group of block ids. */
 typedef struct {
   uint32_t layers, heads, tokens, piece_tokens, row_bytes, reserved;
   int64_t block_stride, piece_stride, token_stride, head_stride;
@@ -222,9 +222,9 @@ typedef struct {
 } kvm_paged;
 KVM_API int kvm_set_paged(kvm_object* codec, const kvm_paged* paged);
 /* What a load uses. raw, stored: two stagings on the GPU with room for `blocks` blocks each, as raw pages and as stored
- * ones; the same where the codec has one form. In pinned host memory, until `load` has passed: ids, [groups][ids_stride]
- * of the engine's blocks, 0: not wanted; items, [count][layers]; sums, [count][layers], out: what was copied has these
- * XXH3-64. fetch, load: streams, of copies from host memory and of what comes behind them. */
+ * ones; the same where the codec has one form. In pinned host memory, until `load` has passed: ids,
+ * [groups][ids_stride] of the engine's blocks, 0: not wanted; items, [count][layers]; sums, [count][layers], out: what
+ * was copied has these XXH3-64. fetch, load: streams, of copies from host memory and of what comes behind them. */
 typedef struct {
   void* raw[2];
   void* stored[2];
@@ -235,8 +235,8 @@ typedef struct {
   void* fetch;
   void* load;
 } kvm_load;
-/* Brings `count` of the mapped blocks, from `first` on, into the engine's caches. Only begun: they are there when `load`
- * has passed. After an error something may have been begun on either stream. */
+/* Brings `count` of the mapped blocks, from `first` on, into the engine's caches. Only begun: they are there when
+ * `load` has passed. After an error something may have been begun on either stream. */
 KVM_API int kvm_load_blocks(kvm_object* codec, kvm_object* mapped, uint32_t first, uint32_t count, const kvm_load* load,
                             uint64_t* stored_bytes);
 /* Then: the first of these blocks whose sums are not its pages' checksums, of all that are mapped; or UINT32_MAX. */
