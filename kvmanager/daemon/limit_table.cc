@@ -179,6 +179,8 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "sequences that it holds"},
       {"connection_block_leases", kConnection, "leases", limits::kBlockLeasesMax, nullptr, nullptr,
        "leases on blocks that it reads where they lie"},
+      {"connection_slabs", kConnection, "slabs", limits::kSlabsHeldMax, nullptr, nullptr,
+       "descriptors of slabs that are being sent to it"},
       {"connection_arenas", kConnection, "arenas", limits::kArenasMax, nullptr, &Use::connection_arenas,
        "arenas that it holds, on GPUs too"},
       {"connection_arena_bytes", kConnection, kBytes, limits::kArenaBytesTotalMax, nullptr,

@@ -43,6 +43,7 @@ void HoldHangUp() {
 // Blocks SIGTERM and SIGINT in this thread and all that it starts; they are read from the descriptor instead. SIGHUP
 // too where it means to read files again; else it ends a daemon whose terminal is gone, by one that was held as well.
 int TakeSignals(bool hang_up) {
+  signal(SIGIO, SIG_IGN);  // a lease on a file of the pool that somebody opens meanwhile (Region::HasReaders)
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // a log that is redirected to a file may reach a limit
   sigset_t set;

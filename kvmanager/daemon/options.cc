@@ -67,8 +67,8 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes,
       memory_beyond_pool_bytes, slab_bytes, hand_off_lease_ms, tenant_most_percent, drain_s, peer_rate_bytes,
-      peer_window_bytes, map_blocks, peer_local_copy, peer_zero_copy, peer_tls, tls_clients, device_pool_bytes,
-      device_slab_bytes, devices, recompute_device_bytes, eviction, disk_bytes, state_keep_s;
+      peer_window_bytes, peer_local_copy, peer_zero_copy, peer_tls, tls_clients, device_pool_bytes, device_slab_bytes,
+      devices, recompute_device_bytes, eviction, disk_bytes, state_keep_s;
   std::vector<std::string> peer_tenants;
 };
 
@@ -163,8 +163,7 @@ absl::Status Check(const Texts& texts, Options* options) {
     KV_RETURN_IF_ERROR(ParseHostPort("--hand-off-peers", peer).status());
   }
   for (const auto& [flag, text, value] :
-       {std::tuple("--map-blocks", &texts.map_blocks, &options->map_blocks),
-        std::tuple("--peer-local-copy", &texts.peer_local_copy, &options->peer_local_copy),
+       {std::tuple("--peer-local-copy", &texts.peer_local_copy, &options->peer_local_copy),
         std::tuple("--peer-zero-copy", &texts.peer_zero_copy, &options->peer_zero_copy),
         std::tuple("--peer-tls", &texts.peer_tls, &options->peer_tls)}) {
     if (text->empty()) continue;
@@ -425,9 +424,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv, 
   app.add_option("--drain-s", texts.drain_s,
                  "How long SIGTERM waits for leases to be given back and hand-offs to be claimed (default 10)")
       ->type_name("S");
-  app.add_option("--map-blocks", texts.map_blocks,
-                 "Engines on this host map the memory of their tenant's blocks for reading; on or off (default on)")
-      ->type_name("on|off");
+  app.add_option(
+         "--map-blocks", options.map_blocks,
+         "Whose engines on this host map their tenant's blocks for reading: own: those of the daemon's user and "
+         "root, all, or off: the daemon copies (default own)")
+      ->check(CLI::IsMember({"own", "all", "off"}));
   app.add_option("--peer-rate-bytes", texts.peer_rate_bytes,
                  "Bytes per second sent to peers, all together; 0: no limit (default 0)")
       ->type_name("BYTES");

@@ -81,7 +81,7 @@ struct Options {
   uint64_t peer_rate_bytes = 0;           // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
   uint64_t peer_window_bytes = 64 << 20;  // on their way to this daemon: kPeerWindowBytesMin..Max
   bool peer_local_copy = true;            // pages from and to daemons of this host and user by copying between memories
-  bool map_blocks = true;                 // engines on this host may map the blocks of their tenants for reading
+  std::string map_blocks = "own";         // whose engines map blocks of their tenants for reading: own, all or off
   bool peer_zero_copy = true;             // TCP sends pages straight from the pool, where the kernel has that
   std::string peer_ucx_key;               // file of the key of peers that read pages through UCX; empty: none do
   uint64_t memory_beyond_pool_bytes = uint64_t{1} << 30;  // kMemoryBeyondPoolBytesMin..kArenaBytesMax

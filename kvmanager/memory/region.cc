@@ -146,7 +146,11 @@ absl::StatusOr<std::unique_ptr<Region>> Region::Create(const Options& options) {
     if (error != 0) return SystemError("fallocate", error);
   }
   int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-  if (options.sharing == Sharing::kReadOnly) seals |= F_SEAL_FUTURE_WRITE;
+  if (options.sharing == Sharing::kReadOnly) {
+    seals |= F_SEAL_FUTURE_WRITE;
+    // Who has had a descriptor cannot open the file anew by a name that it kept.
+    if (fchmod(region->fd_, S_IRUSR | S_IWUSR) != 0) return SystemError("fchmod", errno);
+  }
   if (fcntl(region->fd_, F_ADD_SEALS, seals) != 0) return SystemError("fcntl(F_ADD_SEALS)", errno);
   if (!options.keep_descriptor) {
     close(region->fd_);

@@ -1,5 +1,7 @@
 #include "kvmanager/rpc/block_calls.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -200,10 +202,16 @@ absl::Status BlockCalls::CheckAccepting() const {
 }
 
 absl::Status BlockCalls::CheckMaps(const Session& session) const {
-  if (parts_.maps && session.proof().unix_socket) return absl::OkStatus();
+  if (MayMap(session)) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      "mapped: this daemon lets clients on Unix sockets alone map its memory, and only with --map-blocks; read without "
-      "it");
+      "mapped: this daemon lets clients on Unix sockets alone map its memory, of those users that --map-blocks says; "
+      "read without it");
+}
+
+bool BlockCalls::MayMap(const Session& session) const {
+  const Proof& proof = session.proof();
+  if (!proof.unix_socket || parts_.maps == Maps::kNobody) return false;
+  return parts_.maps == Maps::kEverybody || (proof.uid.has_value() && (*proof.uid == 0 || *proof.uid == getuid()));
 }
 
 absl::StatusOr<kj::Promise<void>> BlockCalls::BindSlabs(const std::shared_ptr<Session>& session,
@@ -220,10 +228,11 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::BindSlabs(const std::shared_ptr<Se
 absl::StatusOr<kj::Promise<void>> BlockCalls::MapSlab(const std::shared_ptr<Session>& session, const BoundCache& bound,
                                                       MapBlocksSlabContext& context) const {
   KV_RETURN_IF_ERROR(CheckMaps(*session));
+  KV_ASSIGN_OR_RETURN(auto place, ReserveSlab(session));
   KV_ASSIGN_OR_RETURN(const ShownSlab shown,
                       parts_.store->caches().ShowSlab(bound.cache.id, context.getParams().getSlab()));
   auto results = context.getResults();
-  results.setSlab(kj::heap<SlabService>(shown.fd));
+  results.setSlab(kj::heap<SlabService>(shown.fd, std::move(place)));
   results.setBytes(shown.bytes);
   return Done();
 }
@@ -271,8 +280,7 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<S
   auto answer = [this, reading, session, lease_place, context, owner, mapped, start_ns]() mutable {
     auto reply = context.getResults().initReply();
     if (auto held = reading->WriteReply(reply, mapped)) {
-      reply.setLease(kj::heap<BlockLeaseService>(session, std::move(lease_place), parts_.workers, parts_.queue, owner,
-                                                 std::move(held)));
+      reply.setLease(MakeLease(session, std::move(lease_place), owner, std::move(held)));
     }
     parts_.metrics->read_seconds.Observe(double(parts_.clock->NowNs() - start_ns) * 1e-9);
     parts_.metrics->read_bytes.Increment(double(reply.getBytes()));
@@ -282,6 +290,16 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<S
     return Done();
   }
   return Run(reading, owner).then(std::move(answer));
+}
+
+api::BlocksLease::Client BlockCalls::MakeLease(const std::shared_ptr<Session>& session,
+                                               std::shared_ptr<const void> place, WorkerPool::Owner owner,
+                                               std::unique_ptr<BlockReads> held) const {
+  if (parts_.disposals == nullptr) {
+    return kj::heap<BlockLeaseService>(session, std::move(place), parts_.workers, parts_.queue, owner, std::move(held));
+  }
+  return parts_.disposals->Make<BlockLeaseService>(session, std::move(place), parts_.workers, parts_.queue, owner,
+                                                   std::move(held));
 }
 
 absl::StatusOr<kj::Promise<void>> BlockCalls::Write(const std::shared_ptr<Session>& session, const BoundCache& bound,

@@ -9,6 +9,7 @@
 #include <kj/async.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "kvmanager/api/kvmanager.capnp.h"
@@ -16,6 +17,7 @@
 #include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/handoff/drain_switch.h"
+#include "kvmanager/rpc/disposals.h"
 #include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
@@ -30,6 +32,14 @@ using WriteBlocksContext = capnp::CallContext<api::Cache::WriteBlocksParams, api
 
 class BlockCalls {
  public:
+  /// Whose processes may map slabs, over Unix sockets. Pages that were mapped once may be kept by other means than a
+  /// mapping: in a pipe, or pinned by a device. So another user's processes may where all users trust one another.
+  enum class Maps : uint8_t { kNobody, kOwnUser, kEverybody };
+  /// Options::map_blocks.
+  static Maps MapsOf(const std::string& option) {
+    return option == "all" ? Maps::kEverybody : option == "own" ? Maps::kOwnUser : Maps::kNobody;
+  }
+
   /// Everything outlives this and the calls that it runs.
   struct Parts {
     PageStore* store = nullptr;
@@ -39,14 +49,16 @@ class BlockCalls {
     const DrainSwitch* drain = nullptr;
     BlockCallMetrics* metrics = nullptr;
     TakingTurns* turns = nullptr;
-    bool maps = false;  // clients on Unix sockets may map slabs
+    Maps maps = Maps::kNobody;
+    Disposals* disposals = nullptr;  // where leases end; nullptr: at once
   };
 
   explicit BlockCalls(const Parts& parts) : parts_(parts) {}
   BlockCalls(const BlockCalls&) = delete;
   BlockCalls& operator=(const BlockCalls&) = delete;
 
-  bool maps() const { return parts_.maps; }
+  /// Whether a connection may map slabs of its tenants.
+  bool MayMap(const Session& session) const;
 
   /// Errors: UNAVAILABLE (the daemon drains), FAILED_PRECONDITION (mapped: not here), CheckTensor's,
   /// CacheDirectory::ReadBlocks's and WriteBlocks's.
@@ -69,6 +81,9 @@ class BlockCalls {
                                                ReadBlocksContext& context) const;
   /// That the client may map slabs. Errors: FAILED_PRECONDITION.
   absl::Status CheckMaps(const Session& session) const;
+
+  api::BlocksLease::Client MakeLease(const std::shared_ptr<Session>& session, std::shared_ptr<const void> place,
+                                     WorkerPool::Owner owner, std::unique_ptr<BlockReads> held) const;
 
   class Copying;
   class Reading;

@@ -159,7 +159,8 @@ class BlockCallsTest : public testing::CallsTest {
   uint32_t arena_ = 0;
   BlockCallMetrics call_metrics_{&metrics_};
   TakingTurns turns_{&queue_};
-  const BlockCalls calls_{{&store(), &*workers_, &queue_, &clock_, &drain_, &call_metrics_, &turns_, /*maps=*/true}};
+  const BlockCalls calls_{
+      {&store(), &*workers_, &queue_, &clock_, &drain_, &call_metrics_, &turns_, BlockCalls::Maps::kEverybody}};
 };
 
 TEST_F(BlockCallsTest, WhatIsWrittenIsRead) {

@@ -64,9 +64,10 @@ kj::Promise<void> BlockLeaseService::release(ReleaseContext context) {
 kj::Promise<void> BlockLeaseService::mapSlab(MapSlabContext context) {
   return Serve(*session_, Method::kMapBlocks, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
     KV_RETURN_IF_ERROR(CheckHeld());
+    KV_ASSIGN_OR_RETURN(auto place, ReserveSlab(session_));
     KV_ASSIGN_OR_RETURN(const ShownSlab shown, reads_->ShowSlab(context.getParams().getSlab()));
     auto results = context.getResults();
-    results.setSlab(kj::heap<SlabService>(shown.fd));
+    results.setSlab(kj::heap<SlabService>(shown.fd, std::move(place)));
     results.setBytes(shown.bytes);
     return Done();
   });

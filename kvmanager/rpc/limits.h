@@ -29,6 +29,7 @@ constexpr size_t kTlsHandshakesMax = 512;               // under way; the oldest
 constexpr int64_t kTlsHandshakeMs = 2000;               // then it is given up
 constexpr size_t kArenasMax = 64;                       // of a connection
 constexpr size_t kBlockLeasesMax = 256;                 // of a connection
+constexpr size_t kSlabsHeldMax = 1024;                  // of a connection, that are being sent to it
 constexpr uint64_t kArenaBytesMax = uint64_t{1} << 30;  // of one arena
 constexpr uint64_t kArenaBytesTotalMax = uint64_t{4} << 30;  // of a connection
 constexpr uint64_t kArenaBytesStep = 4096;

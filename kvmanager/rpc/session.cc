@@ -71,14 +71,25 @@ absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<S
   return std::shared_ptr<const void>(session.get(), [session](const void*) { --session->use_->caches; });
 }
 
-absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session) {
-  size_t& leases = session->block_leases_;
-  if (leases >= limits::kBlockLeasesMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, "leases on blocks of this connection", absl::StrCat(leases),
-                      absl::StrCat("below ", limits::kBlockLeasesMax));
+namespace {
+
+absl::StatusOr<std::shared_ptr<const void>> Reserve(const std::shared_ptr<Session>& session, size_t* held, size_t most,
+                                                    const char* field) {
+  if (*held >= most) {
+    return FieldError(absl::StatusCode::kResourceExhausted, field, absl::StrCat(*held), absl::StrCat("below ", most));
   }
-  ++leases;
-  return std::shared_ptr<const void>(session.get(), [session](const void*) { --session->block_leases_; });
+  ++*held;
+  return std::shared_ptr<const void>(session.get(), [session, held](const void*) { --*held; });
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session) {
+  return Reserve(session, &session->block_leases_, limits::kBlockLeasesMax, "leases on blocks of this connection");
+}
+
+absl::StatusOr<std::shared_ptr<const void>> ReserveSlab(const std::shared_ptr<Session>& session) {
+  return Reserve(session, &session->slabs_, limits::kSlabsHeldMax, "descriptors of slabs of this connection");
 }
 
 uint32_t Session::AddArena(std::shared_ptr<Region> region) {

@@ -136,6 +136,7 @@ class Session {
  private:
   friend absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<Session>& session);
   friend absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session);
+  friend absl::StatusOr<std::shared_ptr<const void>> ReserveSlab(const std::shared_ptr<Session>& session);
 
   /// Who pays for arenas; over TCP nobody shares memory with this host.
   uint32_t User() const { return proof_.uid.value_or(UINT32_MAX); }
@@ -149,7 +150,7 @@ class Session {
   SessionUses::Entry use_;
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
   size_t let_go_ = 0;  // of them
-  size_t block_leases_ = 0;
+  size_t block_leases_ = 0, slabs_ = 0;
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
   SessionGpus gpus_;
   SessionMessages messages_;
@@ -162,6 +163,8 @@ class Session {
 absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<Session>& session);
 /// The same for a lease on blocks that are read where they lie.
 absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session);
+/// The same for the descriptor of a slab.
+absl::StatusOr<std::shared_ptr<const void>> ReserveSlab(const std::shared_ptr<Session>& session);
 
 /// Space that a connection fills with one arena: given back when the arena's memory goes.
 class ArenaMemory {

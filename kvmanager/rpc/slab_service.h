@@ -4,17 +4,21 @@
 #include <kj/common.h>
 #include <kj/io.h>
 
+#include <memory>
+#include <utility>
+
 #include "kvmanager/api/kvmanager.capnp.h"
 
 namespace kvmanager {
 
 class SlabService final : public api::Slab::Server {
  public:
-  /// Takes the descriptor.
-  explicit SlabService(int fd) : fd_(fd) {}
+  /// Takes the descriptor. place: ReserveSlab's, of host memory.
+  explicit SlabService(int fd, std::shared_ptr<const void> place = nullptr) : place_(std::move(place)), fd_(fd) {}
   kj::Maybe<int> getFd() override { return fd_.get(); }
 
  private:
+  const std::shared_ptr<const void> place_;
   const kj::AutoCloseFd fd_;
 };
 

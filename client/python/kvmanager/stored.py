@@ -146,7 +146,8 @@ class Extent:
     def note_encoded(self, count: int, first: int, nbytes: int) -> None:
         """encode() was begun by other means, and takes so much of the range."""
         self._writing, self._items_are = self._plan_to_encode(count, first), (None, None)
-        assert self._writing.nbytes == nbytes
+        if self._writing.nbytes != nbytes:
+            raise RuntimeError(f"pages take {nbytes} bytes, thought to take {self._writing.nbytes}")
 
     def encoded(self) -> tuple[bytes, ArenaTensor]:
         """Once encode() is done: the forms of the pages, and the range that they take."""

@@ -183,6 +183,8 @@ class StoreJob:
             mapped.close()
         except (FailedPreconditionError, UnimplementedError) as error:
             self._half.stop_mapping(error)
+        except ResourceExhaustedError:
+            pass  # the load says so, and is copied
 
     def _next_part(self) -> Stored | None:
         """The oldest whose copies were begun and that is not encoded, or else the next."""
@@ -297,6 +299,8 @@ class LoadJob:
                 return reason
             except (FailedPreconditionError, UnimplementedError) as error:
                 half.stop_mapping(error)
+            except ResourceExhaustedError as error:
+                half.log(f"the daemon copies what request {load.request} loads", error)
         asked = 0
         reading: collections.deque = collections.deque()  # (extent, first of the load, blocks, the call)
         filled: collections.deque = collections.deque()  # (extent, fence)

@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from .._link import Link, Session
-from ..errors import Error, FailedPreconditionError, ResourceExhaustedError, UnavailableError, UnimplementedError
+from ..errors import Error, UnavailableError
 from ..page_codec import PageCodec
 from ..paged import Fence, PagedCopy
 from ..stored import Extents, Geometry
@@ -114,15 +114,24 @@ class WorkerHalf:
         cache = session.cache((self.settings.tenant, self.facts.rank))
         device = self.copies.device
         codec = PageCodec(cache, self.copies.index, self.settings.calibration_dir)
-        made = []
-        for _ in range(2):
-            arena = session.client.create_arena(self._extents * self.extent_blocks * self.block_bytes)
-            made.append(Extents(arena, codec, self.geometry, self.extent_blocks, device))
+        made: list[Extents] = []
+        try:
+            for _ in range(2):
+                arena = session.client.create_arena(self._extents * self.extent_blocks * self.block_bytes)
+                made.append(Extents(arena, codec, self.geometry, self.extent_blocks, device))
+            self._begin_session(session, cache, codec, made)
+        except BaseException:
+            self.loads = self.stores = self.paged = None
+            for extents in made:  # pinned
+                extents.close()
+            raise
+
+    def _begin_session(self, session: Session, cache: Cache, codec: PageCodec, made: list[Extents]) -> None:
         session.state["extents"] = made
         self.loads, self.stores = made
         self.maps = codec.copies
         if self.maps and self.maps_ahead:
-            self._map_ahead(cache)
+            self._map_ahead(session, cache)
         self.paged = self._paged(codec)
         o = cache.description
         fits = o.pool_bytes // max(1, o.encoded_page_bytes * len(self.facts.layers)) * self.facts.block_tokens
@@ -131,12 +140,24 @@ class WorkerHalf:
             o.options.codec, fits,
         )
 
-    def _map_ahead(self, cache: Cache) -> None:
+    @staticmethod
+    def _answers(session: Session) -> bool:
+        try:
+            session.client.ping()
+        except Error:
+            return False
+        return True
+
+    def _map_ahead(self, session: Session, cache: Cache) -> None:
         """Of the daemon's memory, before there are steps: while memory is mapped and pinned, the GPU's driver lets them wait."""
         gib = self.settings.map_gib
         try:
             mapped = cache.bind_slabs(gib << 30 if gib > 0 else _ALL_BYTES, self.copies.index)
-        except (FailedPreconditionError, ResourceExhaustedError, UnimplementedError) as error:
+        except UnavailableError as error:
+            if not self._answers(session):
+                raise
+            self._logger.warning("kvmanager: memory is not mapped ahead: %s", error)
+        except Error as error:
             self._logger.warning("kvmanager: memory is mapped when loads need it, not ahead: %s", error)
         else:
             self._logger.info("kvmanager: mapped %.1f GiB of the daemon's memory", mapped / 2**30)
@@ -149,7 +170,7 @@ class WorkerHalf:
 
         try:
             return PagedBlocks(codec, self.copies, self.geometry, max(1, PAGES_MAX // self.geometry.layers))
-        except (Error, ValueError) as error:
+        except (Error, RuntimeError, ValueError) as error:
             self._logger.warning("kvmanager: blocks are copied layer by layer, which takes longer: %s", error)
             return None
 
