@@ -222,15 +222,18 @@ typedef struct {
 } kvm_paged;
 KVM_API int kvm_set_paged(kvm_object* codec, const kvm_paged* paged);
 /* What a load uses. raw, stored: two stagings on the GPU with room for `blocks` blocks each, as raw pages and as stored
- * ones; the same where the codec has one form. In pinned host memory, until `load` has passed: ids,
- * [groups][ids_stride] of the engine's blocks, 0: not wanted; items, [count][layers]; sums, [count][layers], out: what
- * was copied has these XXH3-64. fetch, load: streams, of copies from host memory and of what comes behind them. */
+ * ones; the same where the codec has one form. Extents of so many blocks take them in turn: `extents` were begun by
+ * calls before this one, 0: of another load. ids: [groups][count] of the engine's blocks, 0: not wanted; read when the
+ * call returns. list, in pinned host memory, and list_device, on the GPU: 8 * groups + 24 * layers bytes for each of
+ * `count`; sums, [count][layers] in pinned host memory, out: what was copied has these XXH3-64. These stay until `load`
+ * has passed. fetch, load: streams, of copies from host memory and of what comes behind them. */
 typedef struct {
   void* raw[2];
   void* stored[2];
-  uint32_t blocks, ids_stride;
+  uint32_t blocks, groups, extents, reserved;
   const int64_t* ids;
-  kvm_decode_item* items;
+  void* list;
+  void* list_device;
   uint64_t* sums;
   void* fetch;
   void* load;

@@ -72,14 +72,6 @@ static_assert(offsetof(kvm_encode_item, layer) == offsetof(DeviceEncodeItem, lay
 static_assert(offsetof(kvm_decode_item, raw) == offsetof(DeviceDecodeItem, raw));
 static_assert(offsetof(kvm_decode_item, layer) == offsetof(DeviceDecodeItem, layer));
 
-template <typename F>
-int Ask(kvm_object* object, F f) {
-  return Guard([&]() -> absl::Status {
-    KV_ASSIGN_OR_RETURN(PageCodecObject * used, Use<PageCodecObject>(object));
-    return f(*used);
-  });
-}
-
 // Layers are the caller's, and index what the codec keeps of each.
 template <typename Item>
 absl::Status CheckItems(const PageCodecObject& object, const Item* items, uint32_t count) {
@@ -94,8 +86,6 @@ absl::Status CheckItems(const PageCodecObject& object, const Item* items, uint32
   }
   return absl::OkStatus();
 }
-
-CUstream_st* StreamOf(void* stream) { return static_cast<CUstream_st*>(stream); }
 
 nlohmann::json DescribePages(const Codec& codec, int layers, bool copies) {
   const CodecInfo& info = codec.info();
@@ -156,7 +146,7 @@ int kvm_create_page_codec(kvm_object* cache, const char* calibration_dir, size_t
 
 int kvm_encode_pages(kvm_object* codec, const kvm_encode_item* items, uint32_t count, uint32_t* declined,
                      void* stream) {
-  return Ask(codec, [&](PageCodecObject& object) -> absl::Status {
+  return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
     KV_RETURN_IF_ERROR(CheckItems(object, items, count));
     if (object.device_codec != nullptr) {
       const auto* of_device = reinterpret_cast<const DeviceEncodeItem*>(items);
@@ -178,7 +168,7 @@ int kvm_encode_pages(kvm_object* codec, const kvm_encode_item* items, uint32_t c
 }
 
 int kvm_decode_pages(kvm_object* codec, const kvm_decode_item* items, uint32_t count, void* stream) {
-  return Ask(codec, [&](PageCodecObject& object) -> absl::Status {
+  return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
     KV_RETURN_IF_ERROR(CheckItems(object, items, count));
     if (object.device_codec != nullptr) {
       const auto* of_device = reinterpret_cast<const DeviceDecodeItem*>(items);
@@ -197,7 +187,7 @@ int kvm_decode_pages(kvm_object* codec, const kvm_decode_item* items, uint32_t c
 
 int kvm_copy_pages(kvm_object* codec, const uint64_t* from, const uint64_t* bytes, uint32_t count, void* to,
                    void* stream, uint64_t* runs) {
-  return Ask(codec, [&](PageCodecObject& object) -> absl::Status {
+  return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
     if (object.on_device) KV_RETURN_IF_ERROR(UseDevice(object));
     KV_ASSIGN_OR_RETURN(const uint64_t copies,
                         CopyPages(object, from, bytes, count, static_cast<uint8_t*>(to), StreamOf(stream)));
@@ -208,7 +198,7 @@ int kvm_copy_pages(kvm_object* codec, const uint64_t* from, const uint64_t* byte
 
 int kvm_hash_pages(kvm_object* codec, const uint64_t* addresses, const uint64_t* bytes, uint32_t count, uint64_t* out,
                    void* stream) {
-  return Ask(codec, [&](PageCodecObject& object) -> absl::Status {
+  return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
     if (!object.on_device) {
       for (uint32_t i = 0; i < count; ++i) out[i] = Checksum(reinterpret_cast<const void*>(addresses[i]), bytes[i]);
       return absl::OkStatus();

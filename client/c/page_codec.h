@@ -43,6 +43,17 @@ constexpr uint64_t kPageAlign = 64;  // api/kvmanager.capnp, BlocksRequest
 
 inline uint64_t AlignedPage(uint64_t bytes) { return (bytes + kPageAlign - 1) / kPageAlign * kPageAlign; }
 
+/// Calls `f` with the object that a caller of the interface named.
+template <typename F>
+int AskCodec(kvm_object* object, F f) {
+  return Guard([&]() -> absl::Status {
+    KV_ASSIGN_OR_RETURN(PageCodecObject * used, Use<PageCodecObject>(object));
+    return f(*used);
+  });
+}
+
+inline CUstream_st* StreamOf(void* stream) { return static_cast<CUstream_st*>(stream); }
+
 /// Makes the codec's GPU the thread's.
 inline absl::Status UseDevice(const PageCodecObject& object) {
   KV_RETURN_IF_ERROR(object.device_error);

@@ -63,8 +63,8 @@ class PagedLoad(ctypes.Structure):
     _fields_ = [
         ("raw", c_void_p * 2),
         ("stored", c_void_p * 2),
-        *((name, c_uint32) for name in ("blocks", "ids_stride")),
-        *((name, c_void_p) for name in ("ids", "items", "sums", "fetch", "load")),
+        *((name, c_uint32) for name in ("blocks", "groups", "extents", "reserved")),
+        *((name, c_void_p) for name in ("ids", "list", "list_device", "sums", "fetch", "load")),
     ]
 
 

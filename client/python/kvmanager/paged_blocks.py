@@ -7,11 +7,13 @@ without Python's lock.
 
 from __future__ import annotations
 
+import array
+
 import torch
 
 from ._lib import PagedCaches, PagedLoad, PagedSave
 from .cache import BlocksMapped
-from .page_codec import PageCodec
+from .page_codec import DECODE_ITEM_BYTES, PageCodec
 from .paged import PagedCopy
 from .stored import Extent, Geometry
 
@@ -21,8 +23,8 @@ _WORD = 16  # bytes that a thread of the GPU moves at a time
 class PagedBlocks:
     """Of one connection's codec and one engine's caches. It belongs to the client's thread."""
 
-    def __init__(self, codec: PageCodec, copies: PagedCopy, geometry: Geometry, blocks_max: int) -> None:
-        """blocks_max: of one load. ValueError: caches that it cannot copy."""
+    def __init__(self, codec: PageCodec, copies: PagedCopy, geometry: Geometry, calls: int, blocks: int) -> None:
+        """calls: of load() that are under way at once, at most; blocks: of one. ValueError: caches that it cannot copy."""
         self._codec, self._copies = codec, copies
         views, groups = copies.views, copies.groups
         first = views[0][0]
@@ -38,10 +40,11 @@ class PagedBlocks:
         table = [[*(side.data_ptr() for side in both), group] for both, group in zip(views, groups)]
         with torch.inference_mode(False):
             self._table = torch.tensor(table, dtype=torch.int64, device=copies.device)
-            self._ids = torch.zeros((max(groups) + 1, blocks_max), dtype=torch.int64, pin_memory=True)
-            pages = blocks_max * geometry.layers
-            self._items = torch.empty((pages, 3), dtype=torch.int64, pin_memory=True)
-            self._sums = torch.empty(pages, dtype=torch.int64, pin_memory=True)
+            self.blocks_max, self._groups = blocks, max(groups) + 1
+            list_bytes = blocks * (8 * self._groups + DECODE_ITEM_BYTES * geometry.layers)
+            self._lists = torch.empty((calls, list_bytes), dtype=torch.uint8, pin_memory=True)
+            self._device_lists = torch.empty_like(self._lists, device=copies.device)
+            self._sums = torch.empty((calls, blocks * geometry.layers), dtype=torch.int64, pin_memory=True)
         torch.cuda.current_stream(copies.device).synchronize()
         codec.set_paged(
             PagedCaches(
@@ -49,28 +52,30 @@ class PagedBlocks:
             )
         )
 
-    def load(self, mapped: BlocksMapped, ids: list[list[int]], stagings: list[Extent]) -> int:
-        """Brings all mapped blocks into the caches' blocks `ids`, by group, 0: not wanted. stagings: two. Only begun: they are there
-        behind copies.loaded(). Returns their bytes. What the last call began has ended."""
-        copies = self._copies
-        for group, of_group in enumerate(ids):
-            self._ids[group, : mapped.blocks] = torch.tensor(of_group, dtype=torch.int64)
+    def load(self, mapped: BlocksMapped, ids: list[list[int]], stagings: list[Extent], extents: int, call: int) -> int:
+        """Brings all mapped blocks into the caches' blocks `ids`, by group, 0: not wanted. Only begun: they are there behind
+        copies.loaded(). Returns their bytes. stagings: two. extents: of stagings[0].blocks each, that calls for the same load began
+        before; 0: the first, and what was begun for others has ended. call: a number below `calls` that none under way has."""
+        given = array.array("q", [each for group in ids for each in group])
         load = PagedLoad(
             (stagings[0].raw.data_ptr(), stagings[1].raw.data_ptr()),
             (stagings[0].encoded_pages.data_ptr(), stagings[1].encoded_pages.data_ptr()),
             stagings[0].blocks,
-            self._ids.shape[1],
-            self._ids.data_ptr(),
-            self._items.data_ptr(),
-            self._sums.data_ptr(),
-            copies.fetch_stream.cuda_stream,
-            copies.load_stream.cuda_stream,
+            self._groups,
+            extents,
+            0,
+            given.buffer_info()[0],
+            self._lists[call].data_ptr(),
+            self._device_lists[call].data_ptr(),
+            self._sums[call].data_ptr(),
+            self._copies.fetch_stream.cuda_stream,
+            self._copies.load_stream.cuda_stream,
         )
         return self._codec.load_blocks(mapped, 0, mapped.blocks, load)
 
-    def corrupt(self, mapped: BlocksMapped) -> int | None:
-        """Once load() is done: the first of the blocks that is not what was stored."""
-        return self._codec.corrupt_block(mapped, 0, mapped.blocks, self._sums.data_ptr())
+    def corrupt(self, mapped: BlocksMapped, call: int) -> int | None:
+        """Once what load() began is done: the first of the blocks that is not what was stored."""
+        return self._codec.corrupt_block(mapped, 0, mapped.blocks, self._sums[call].data_ptr())
 
     def save(self, extent: Extent, count: int, first: int, ids: list[list[int]]) -> None:
         """Brings `count` of the caches' blocks `ids`, by group, of which the first is block `first` of its sequence, into the

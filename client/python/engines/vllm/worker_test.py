@@ -22,6 +22,7 @@ from rank import BLOCKS, DEVICE, DEVICE_NAME, HEAD_DIM, HEADS, LAYERS, LAYOUTS, 
 from rank import hashes_of, random_rows
 from stand_in import USED  # before what needs vLLM
 
+import kvmanager.vllm.mapped_load
 from kvmanager.vllm.measured import LoadMeter, LoadTimes
 from kvmanager.vllm.retention import Retention, retention_of
 
@@ -323,18 +324,19 @@ class WorkerTest(DaemonTestCase):
             rows, hashes, there = random_rows(10, 8, 16), hashes_of(10, 8), list(range(30, 38))
             rank.store("a", hashes, list(range(10, 18)), rows)
             rank.settle()
-            load = rank.half.copies.load_blocks
+            loader, method = (rank.half.copies, "load_blocks") if rank.half.paged is None else (rank.half.paged, "load")
+            load = getattr(loader, method)
 
             def deadly(*arguments):
-                fence = load(*arguments)
+                begun = load(*arguments)
                 daemon.kill()
-                return fence
+                return begun
 
             # The first extents were read; the calls of others are under way, or not begun.
-            rank.half.copies.load_blocks = deadly
+            setattr(loader, method, deadly)
             lost = rank.load("b", hashes, (there,))
             self.assertLessEqual(set(there[-rank.half.extent_blocks :]), lost)
-            rank.half.copies.load_blocks = load
+            setattr(loader, method, load)
             self.assertTrue(rank.half.link.wait(False, DEADLINE_S))
             # While it is away: loads fail, stores are dropped, blocks are given back.
             self.assertEqual({30, 31}, rank.load("c", hashes[:2], ([30, 31],)))
@@ -426,6 +428,39 @@ class WorkerTest(DaemonTestCase):
         self.assertEqual(set(), rank.load("c", hashes, ([30, 31, 32, 33, 34, 35],)))
         self.assert_bytes(rank, [30, 31, 32, 33, 34, 35], rows)
 
+    def test_blocks_of_many_calls_are_on_their_way_at_once(self) -> None:
+        """Also where blocks in the middle are gone, or are not what was stored."""
+        few = {"MAPPED_PAGES_MAX": 3 * LAYERS, "_FIRST_BLOCKS": 1}  # of a call
+        patch = unittest.mock.patch.multiple(kvmanager.vllm.mapped_load, **few)
+        for codec in ("raw", "hack:k_bits=4,v_bits=3"):
+            with self.subTest(codec=codec), patch, Daemon(host_pool="256MiB", flags=self.flags) as daemon:
+                rank = self.rank(daemon, codec=codec, block_tokens=64)
+                rows, hashes, there = random_rows(24, 44, 64), hashes_of(24, 44), list(range(3, 47))
+                rank.store("a", hashes, there, rows)
+                rank.settle()
+                self.assertEqual(set(), rank.load("b", hashes, (there[::-1],)))
+                if codec == "raw":
+                    self.assert_bytes(rank, there[::-1], rows)
+                again = [rank.read(layer, there[::-1]) for layer in range(LAYERS)]
+                self.assertEqual(set(), rank.load("c", hashes, (there,)))
+                self.assert_bytes(rank, there, torch.stack(again))
+                self.assertEqual(0, metric(daemon, 'kvmanager_block_call_bytes_total{call="read"}'))
+                # Others' names from block 23 on.
+                lost = rank.load("d", hashes[:23] + hashes_of(25, 21), (there,))
+                self.assertEqual(set(there[23:]), lost)
+                self.assert_bytes(rank, there[:23], torch.stack(again)[:, :23])
+                way = kvmanager.vllm.mapped_load.AtOnce if rank.half.paged else kvmanager.vllm.mapped_load.ByExtents
+                corrupt, calls = way.corrupt, []
+
+                def spoilt(self, mapped, token):
+                    calls.append(mapped.blocks)
+                    return 1 if len(calls) == 5 else corrupt(self, mapped, token)
+
+                with unittest.mock.patch.object(way, "corrupt", spoilt):
+                    self.assertEqual(set(there[sum((1, 2, 3, 3)) + 1 :]), rank.load("e", hashes, (there,)))
+                # The daemon has compared its own bytes: it keeps them.
+                self.assertEqual(set(), rank.load("f", hashes, (there,)))
+
     def test_a_daemon_that_maps_nothing_copies(self) -> None:
         with Daemon(flags=("--map-blocks", "off", *self.flags), host_pool="256MiB") as daemon:
             rank = self.rank(daemon)
@@ -438,7 +473,7 @@ class WorkerTest(DaemonTestCase):
 
     def test_blocks_that_may_not_be_mapped_are_copied_among_the_others(self) -> None:
         with Daemon(host_pool="64MiB") as daemon:  # slabs of 2 MiB, of which some are cut
-            rank = self.rank(daemon, block_tokens=64, staging_mib=2)
+            rank = self.rank(daemon, block_tokens=64, staging_mib=2, map_gib=0)
             rows, hashes = random_rows(23, 40, 64), hashes_of(23, 40)
             rank.store("a", hashes, list(range(2, 42)), rows)
             rank.settle()

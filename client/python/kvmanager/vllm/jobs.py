@@ -25,7 +25,7 @@ from ..errors import (
 )
 from ..paged import Fence
 from ..stored import Extent
-from .mapped_load import PAGES_MAX, MappedLoad
+from .mapped_load import MAPPED_PAGES_MAX, MappedLoad
 from .messages import Finish, Load, Store
 from .retention import Retention, retain
 
@@ -177,7 +177,7 @@ class StoreJob:
 
     def _map(self, cache: Cache, names: BlockNames) -> None:
         """Maps and pins the memory that the blocks lie in, so that the first load does not have to wait for it."""
-        first, count = self.store.first, min(self._count, PAGES_MAX // self._half.geometry.layers)
+        first, count = self.store.first, min(self._count, MAPPED_PAGES_MAX // self._half.geometry.layers)
         try:
             mapped = cache.map_blocks_async(names[first : first + count], None, first, self._half.copies.index).wait()
             mapped.close()
@@ -278,8 +278,7 @@ class LoadJob:
         half, load = self._half, self._load
         cache = session.cache((load.tenant, half.facts.rank))
         count = len(load.hashes) - load.first
-        names = cache.external_names(load.hashes[load.first :])
-        reason = self._read(cache, names, count)
+        reason = self._read(cache, count)
         half.meter.ended(load.request, self._began, time.monotonic(), self._done == count)
         half.count("loaded_tokens", self._done * half.facts.block_tokens)
         half.count("loaded_bytes", self._done * half.block_bytes)
@@ -288,20 +287,20 @@ class LoadJob:
             half.log(f"request {load.request} finds {self._done} of {count} blocks", reason)
         half.loaded(load, self._done)
 
-    def _read(self, cache: Cache, names: BlockNames, count: int) -> str:
+    def _read(self, cache: Cache, count: int) -> str:
         """Why it ended where it did."""
         half, load = self._half, self._load
         if half.maps:
             mapped = MappedLoad(half, load, cache, self._after)
             try:
-                reason = mapped.run(names)
+                reason = mapped.run()
                 self._done = mapped.done
                 return reason
             except (FailedPreconditionError, UnimplementedError) as error:
                 half.stop_mapping(error)
             except ResourceExhaustedError as error:
                 half.log(f"the daemon copies what request {load.request} loads", error)
-        asked = 0
+        asked, names = 0, cache.external_names(load.hashes[load.first :])
         reading: collections.deque = collections.deque()  # (extent, first of the load, blocks, the call)
         filled: collections.deque = collections.deque()  # (extent, fence)
         try:
@@ -321,7 +320,9 @@ class LoadJob:
                 filled.append((extent, Fence()))  # it goes back whatever happens
                 found = call.wait()
                 if found.blocks:
-                    filled[-1] = (extent, self._fill(extent, first, found.blocks, found.raw))
+                    # Of a group with a sliding window some blocks, or all, are not wanted: id 0.
+                    ids = [group[first : first + found.blocks] for group in load.block_ids]
+                    filled[-1] = (extent, half.unpack(extent, found.blocks, found.raw, ids, self._after))
                     half.count("loaded_encoded_bytes", found.nbytes)
                     self._done += found.blocks
                 if found.blocks < size:
@@ -337,19 +338,6 @@ class LoadJob:
             half.drained().wait()
             for each in filled:
                 self._free(*each)
-
-    def _fill(self, extent: Extent, first: int, count: int, forms: bytes) -> Fence:
-        half, load, copies = self._half, self._load, self._half.copies
-        if copies.cuda:
-            import torch
-
-            with torch.cuda.stream(copies.load_stream):
-                extent.decode(count, forms, copies.load_stream.cuda_stream)
-        else:
-            extent.decode(count, forms)
-        # Of a group with a sliding window some blocks, or all, are not wanted: id 0.
-        ids = [group[first : first + count] for group in load.block_ids]
-        return copies.load_blocks(extent.raw, count, ids, self._after)
 
     @staticmethod
     def _free(extent: Extent, fence: Fence) -> None:

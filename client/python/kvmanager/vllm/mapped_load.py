@@ -3,9 +3,9 @@
     daemon's memory --copy--> extent, in stored form --decode--> raw pages --copy--> paged cache
                     fetch_stream               load_stream
 
-On a GPU extents take turns, so that the bus is busy while kernels decode. What was copied is compared with the pages' checksums,
-and the lease on them is released at the end: only then were they held all the time. Blocks that may not be mapped are copied by
-the daemon into an extent's range.
+Blocks are mapped some at a time: while the GPU copies some, the daemon is asked for the next. On a GPU extents take turns, so that
+the bus is busy while kernels decode. What was copied is compared with the pages' checksums, and the lease on them is released at the
+end: only then were they held all the time. Blocks that may not be mapped are copied by the daemon into an extent's range.
 """
 
 from __future__ import annotations
@@ -13,15 +13,103 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from ..cache import BlockNames, BlocksMapped, Cache
+from ..cache import BlocksMapped, Cache
 from ..paged import Fence
+from ..pending import Pending
 from ..stored import Extent
 from .messages import Load
 
 if TYPE_CHECKING:
     from .worker import WorkerHalf
 
-PAGES_MAX = 16384  # of one call
+MAPPED_PAGES_MAX = 4096  # of one call to the daemon
+CALLS = 4  # whose blocks are on their way at once
+_ASKED = 2  # calls that are ahead of what is copied
+_FIRST_BLOCKS = 16  # so that the first copies begin soon
+
+
+class AtOnce:
+    """Mapped blocks come by one call of the client's library each; on a GPU."""
+
+    def __init__(self, half: WorkerHalf, after: Fence, stagings: list[Extent]) -> None:
+        self._half, self._stagings = half, stagings
+        self._extents = self._calls = 0
+        import torch
+
+        with torch.cuda.stream(half.copies.load_stream):
+            after.hold()
+
+    def begin(self, mapped: BlocksMapped, ids: list[list[int]]) -> tuple[Fence, int]:
+        """Only begun. Behind what, and the call's number for corrupt()."""
+        half, call = self._half, self._calls % CALLS
+        self._calls += 1
+        half.count("loaded_encoded_bytes", half.paged.load(mapped, ids, self._stagings, self._extents, call))
+        self._extents += -(-mapped.blocks // self._stagings[0].blocks)
+        return half.copies.loaded(), call
+
+    def corrupt(self, mapped: BlocksMapped, call: int) -> int | None:
+        """Behind that: the first block that is not what was stored."""
+        return self._half.paged.corrupt(mapped, call)
+
+    def close(self) -> None:
+        """Nothing that was begun is under way."""
+        for extent in self._stagings:
+            extent.close()
+
+
+class ByExtents:
+    """Mapped blocks come extent by extent: on a CPU, and for caches that AtOnce does not know."""
+
+    def __init__(self, half: WorkerHalf, after: Fence) -> None:
+        self._half, self._after = half, after
+
+    def begin(self, mapped: BlocksMapped, ids: list[list[int]]) -> tuple[Fence, int | None]:
+        """Until all are there; the first block that is not what was stored."""
+        half, layers = self._half, self._half.geometry.layers
+        filled: collections.deque[tuple[Extent, int, Fence]] = collections.deque()
+        first, corrupt = 0, None
+        try:
+            while corrupt is None and (first < mapped.blocks or filled):
+                extent = half.loads.take() if first < mapped.blocks else None
+                if extent is None:
+                    corrupt = self._end(*filled.popleft())
+                    continue
+                filled.append((extent, first, Fence()))  # it goes back whatever happens
+                count = min(extent.blocks, mapped.blocks - first)
+                half.count("loaded_encoded_bytes", self._fetch(extent, mapped, first, count))
+                forms = mapped.raw[first * layers : (first + count) * layers]
+                of_extent = [group[first : first + count] for group in ids]
+                filled[-1] = extent, first, half.unpack(extent, count, forms, of_extent, self._after, fetched=True)
+                first += count
+        finally:
+            if filled:
+                half.copies.fetched().wait()
+                half.drained().wait()
+            for extent, _, _ in filled:
+                extent.close()
+        return Fence(), corrupt
+
+    def _fetch(self, extent: Extent, mapped: BlocksMapped, first: int, count: int) -> int:
+        copies = self._half.copies
+        if not copies.cuda:
+            return extent.fetch(mapped, first, count)
+        import torch
+
+        with torch.cuda.stream(copies.fetch_stream):
+            return extent.fetch(mapped, first, count, copies.fetch_stream.cuda_stream)
+
+    @staticmethod
+    def _end(extent: Extent, first: int, fence: Fence) -> int | None:
+        fence.wait()
+        corrupt = extent.corrupt()
+        extent.close()
+        return None if corrupt is None else first + corrupt
+
+    def corrupt(self, mapped: BlocksMapped, found: int | None) -> int | None:
+        return found
+
+    def close(self) -> None:
+        pass
 
 
 class MappedLoad:
@@ -29,137 +117,107 @@ class MappedLoad:
 
     def __init__(self, half: WorkerHalf, load: Load, cache: Cache, after: Fence) -> None:
         self._half, self._load, self._cache, self._after = half, load, cache, after
+        self._count = len(load.hashes) - load.first
         self.done = 0  # blocks of the load, from the first on
 
-    def run(self, names: BlockNames) -> str:
+    def run(self) -> str:
         """Why it ended where it did; empty: all are loaded. Raises kvmanager.Error: what was loaded counts for nothing."""
-        half, count = self._half, len(names)
-        most = max(1, PAGES_MAX // half.geometry.layers)
-        while self.done < count:
-            asked = min(most, count - self.done)
-            theirs = names[self.done : self.done + asked]
-            first = self._load.first + self.done
-            mapped = self._cache.map_blocks_async(theirs, None, first, half.copies.index).wait()
-            try:
-                intact = self._bring(mapped)
-                corrupt = intact if intact < mapped.blocks else None
-                mapped.release_async(corrupt).wait()
-            finally:
-                mapped.close()
-            self.done += intact
-            if corrupt is not None:
-                return "checksum"
-            if intact < asked and mapped.reason != "none":
-                return mapped.reason
-            if intact < asked and (reason := self._copy(theirs[intact:], first + intact)):
+        while self.done < self._count:
+            reason = self._bring()
+            if reason or self.done == self._count:
+                return reason
+            if reason := self._copy():
                 return reason
         return ""
 
-    def _copy(self, names: BlockNames, first: int) -> str:
+    def _way(self) -> AtOnce | ByExtents:
+        half = self._half
+        stagings = [half.loads.take(), half.loads.take()] if half.paged is not None else []
+        if stagings and all(stagings):
+            return AtOnce(half, self._after, stagings)
+        for extent in filter(None, stagings):
+            extent.close()
+        return ByExtents(half, self._after)
+
+    def _ask(self, first: int, count: int) -> Pending[BlocksMapped]:
+        begin = self._load.first + first
+        names = self._cache.external_names(self._load.hashes[begin : begin + count])
+        return self._cache.map_blocks_async(names, None, begin, self._half.copies.index)
+
+    def _bring(self) -> str:
+        """Why the next block is not there; empty: all are, or it may not be mapped."""
+        half, way = self._half, self._way()
+        most = max(1, MAPPED_PAGES_MAX // half.geometry.layers)
+        asked: collections.deque[tuple[int, int, Pending[BlocksMapped]]] = collections.deque()
+        begun: collections.deque[tuple[BlocksMapped, Fence, int | None]] = collections.deque()
+        released: collections.deque[tuple[int, Pending[None], BlocksMapped]] = collections.deque()
+        first, size = self.done, min(_FIRST_BLOCKS, most)
+        reason: str | None = None  # why the daemon gives no more
+        corrupt: int | None = None
+        try:
+            while corrupt is None:
+                if reason is None and first < self._count and len(asked) < _ASKED:
+                    count = min(size, self._count - first)
+                    asked.append((first, count, self._ask(first, count)))
+                    first, size = first + count, min(2 * size, most)
+                elif reason is None and asked and len(begun) < CALLS:
+                    begin, count, pending = asked.popleft()
+                    mapped = pending.wait()
+                    begun.append((mapped, Fence(), None))
+                    if mapped.blocks:
+                        ids = [group[begin : begin + mapped.blocks] for group in self._load.block_ids]
+                        begun[-1] = mapped, *way.begin(mapped, ids)
+                    if mapped.blocks < count:
+                        reason = "" if mapped.reason == "none" else mapped.reason
+                elif begun:
+                    mapped, fence, token = begun[0]
+                    fence.wait()
+                    corrupt = way.corrupt(mapped, token) if mapped.blocks else None
+                    blocks = mapped.blocks if corrupt is None else corrupt
+                    released.append((blocks, mapped.release_async(corrupt), mapped))
+                    begun.popleft()
+                    if len(released) > CALLS:
+                        self._end(released)
+                else:
+                    break
+            while released:
+                self._end(released)
+            return "checksum" if corrupt is not None else reason or ""
+        finally:
+            half.copies.fetched().wait()
+            half.drained().wait()
+            way.close()
+            for *_, pending in asked:
+                pending.close()
+            for mapped in (*(each for each, *_ in begun), *(each for *_, each in released)):
+                mapped.close()
+
+    def _end(self, released: collections.deque[tuple[int, Pending[None], BlocksMapped]]) -> None:
+        blocks, pending, mapped = released[0]
+        pending.wait()
+        self.done += blocks
+        mapped.close()
+        released.popleft()
+
+    def _copy(self) -> str:
         """The next blocks may not be mapped: the daemon copies an extent of them. Why it ended, or empty."""
-        half, copies = self._half, self._half.copies
+        half, first = self._half, self.done
         extent = half.loads.take()
         assert extent is not None  # loads come one after the other, and give back what they took
         try:
-            asked = min(extent.blocks, len(names))
-            found = self._cache.read_blocks_async(names[:asked], extent.range, first).wait()
+            asked = min(extent.blocks, self._count - first)
+            begin = self._load.first + first
+            names = self._cache.external_names(self._load.hashes[begin : begin + asked])
+            found = self._cache.read_blocks_async(names, extent.range, begin).wait()
             if found.blocks:
                 half.count("loaded_encoded_bytes", found.nbytes)
-                if copies.cuda:
-                    import torch
-
-                    with torch.cuda.stream(copies.load_stream):
-                        extent.decode(found.blocks, found.raw, copies.load_stream.cuda_stream)
-                else:
-                    extent.decode(found.blocks, found.raw)
-                self._scatter(extent, 0, found.blocks).wait()
+                ids = [group[first : first + found.blocks] for group in self._load.block_ids]
+                half.unpack(extent, found.blocks, found.raw, ids, self._after).wait()
             self.done += found.blocks
             return found.reason if found.blocks < asked else ""
         finally:
             half.drained().wait()
             extent.close()
 
-    def _bring(self, mapped: BlocksMapped) -> int:
-        """Blocks of it that are in the paged cache as they were stored, from the first on."""
-        half = self._half
-        stagings = [half.loads.take(), half.loads.take()] if half.paged is not None else []
-        try:
-            if stagings and all(stagings):
-                return self._bring_at_once(mapped, stagings)
-        finally:
-            for extent in filter(None, stagings):
-                extent.close()
-        filled: collections.deque[tuple[Extent, int, Fence]] = collections.deque()
-        begun = 0
-        try:
-            while begun < mapped.blocks or filled:
-                extent = half.loads.take() if begun < mapped.blocks else None
-                if extent is None:
-                    corrupt = self._end(*filled.popleft())
-                    if corrupt is not None:
-                        return corrupt
-                    continue
-                filled.append((extent, begun, Fence()))  # it goes back whatever happens
-                size = min(extent.blocks, mapped.blocks - begun)
-                filled[-1] = extent, begun, self._fill(extent, mapped, begun, size)
-                begun += size
-            return begun
-        finally:
-            if filled:
-                half.copies.fetched().wait()
-                half.drained().wait()
-            for extent, _, _ in filled:
-                extent.close()
 
-    def _bring_at_once(self, mapped: BlocksMapped, stagings: list[Extent]) -> int:
-        half, copies = self._half, self._half.copies
-        if not mapped.blocks:
-            return 0
-        ids = [group[self.done : self.done + mapped.blocks] for group in self._load.block_ids]
-        try:
-            import torch
-
-            with torch.cuda.stream(copies.load_stream):
-                self._after.hold()
-            half.count("loaded_encoded_bytes", half.paged.load(mapped, ids, stagings))
-        finally:
-            copies.fetched().wait()
-            half.drained().wait()
-        corrupt = half.paged.corrupt(mapped)
-        return mapped.blocks if corrupt is None else corrupt
-
-    def _fill(self, extent: Extent, mapped: BlocksMapped, first: int, count: int) -> Fence:
-        """Only begun on a GPU."""
-        half, copies = self._half, self._half.copies
-        layers = half.geometry.layers
-        forms = mapped.raw[first * layers : (first + count) * layers]
-        if copies.cuda:
-            import torch
-
-            with torch.cuda.stream(copies.fetch_stream):
-                half.count("loaded_encoded_bytes", extent.fetch(mapped, first, count, copies.fetch_stream.cuda_stream))
-            copies.load_stream.wait_stream(copies.fetch_stream)
-            with torch.cuda.stream(copies.load_stream):
-                extent.decode(count, forms, copies.load_stream.cuda_stream, fetched=True)
-        else:
-            half.count("loaded_encoded_bytes", extent.fetch(mapped, first, count))
-            extent.decode(count, forms, fetched=True)
-        return self._scatter(extent, first, count)
-
-    def _scatter(self, extent: Extent, first: int, count: int) -> Fence:
-        """Into the paged cache: blocks of the load from `done` + `first` on."""
-        # Of a group with a sliding window some blocks, or all, are not wanted: id 0.
-        begin = self.done + first
-        ids = [group[begin : begin + count] for group in self._load.block_ids]
-        return self._half.copies.load_blocks(extent.raw, count, ids, self._after)
-
-    @staticmethod
-    def _end(extent: Extent, first: int, fence: Fence) -> int | None:
-        """The first block that is not what was stored."""
-        fence.wait()
-        corrupt = extent.corrupt()
-        extent.close()
-        return None if corrupt is None else first + corrupt
-
-
-__all__ = ["MappedLoad", "PAGES_MAX"]
+__all__ = ["CALLS", "MAPPED_PAGES_MAX", "MappedLoad"]

@@ -21,10 +21,10 @@ from .._link import Link, Session
 from ..errors import Error, UnavailableError
 from ..page_codec import PageCodec
 from ..paged import Fence, PagedCopy
-from ..stored import Extents, Geometry
+from ..stored import Extent, Extents, Geometry
 from .facts import Facts, Settings
 from .jobs import FinishJob, LoadJob, StoreJob
-from .mapped_load import PAGES_MAX
+from .mapped_load import CALLS, MAPPED_PAGES_MAX
 from .measured import LoadMeter
 from .messages import Load, StepPlan, Store
 from .metrics import KvManagerStats
@@ -169,7 +169,7 @@ class WorkerHalf:
         from ..paged_blocks import PagedBlocks
 
         try:
-            return PagedBlocks(codec, self.copies, self.geometry, max(1, PAGES_MAX // self.geometry.layers))
+            return PagedBlocks(codec, self.copies, self.geometry, CALLS, max(1, MAPPED_PAGES_MAX // self.geometry.layers))
         except (Error, RuntimeError, ValueError) as error:
             self._logger.warning("kvmanager: blocks are copied layer by layer, which takes longer: %s", error)
             return None
@@ -270,6 +270,21 @@ class WorkerHalf:
     def drained(self) -> Fence:
         """Behind all copies of loads."""
         return self.copies.loaded()
+
+    def unpack(self, extent: Extent, count: int, forms: bytes, ids: list[list[int]], after: Fence, fetched: bool = False) -> Fence:
+        """Decodes what an extent's range has, or what was fetched into the extent, and copies it into the caches' blocks `ids`, by
+        group, behind `after`. Only begun on a GPU."""
+        copies = self.copies
+        if copies.cuda:
+            import torch
+
+            if fetched:
+                copies.load_stream.wait_stream(copies.fetch_stream)
+            with torch.cuda.stream(copies.load_stream):
+                extent.decode(count, forms, copies.load_stream.cuda_stream, fetched)
+        else:
+            extent.decode(count, forms, fetched=fetched)
+        return copies.load_blocks(extent.raw, count, ids, after)
 
     def loaded(self, load: Load, blocks: int) -> None:
         """Also the worker's thread."""
