@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import signal
+import threading
+import time
 import unittest
+import unittest.mock
 
 import kvmanager
 import torch
-from engine import Engine
+from engine import DEADLINE_S, Engine
 from engine_testing import DaemonTestCase, compare_signatures, published
-from kvmanager.vllm import KvManagerConnector
+from kvmanager.vllm import KvManagerConnector, scheduler
 from kvmanager.vllm.facts import Settings, tenant_of
 from kvmanager_testing import Daemon
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -151,6 +155,25 @@ class LifeTest(DaemonTestCase):
             found = tight.run(*[tight.add(f"t{i}", each, output=30) for i, each in enumerate(prompts)])
             self.assertGreater(tight.preemptions, 0)
             self.assertEqual(expected, found)
+
+    def test_lookups_are_waited_for_a_moment_and_no_longer(self) -> None:
+        tokens = prompt(22, 320)
+        with self.engine() as first:
+            first.run(first.add("a", tokens))
+        wait = unittest.mock.patch.object(scheduler, "_LOOKUP_WAIT_S", DEADLINE_S)
+        with Daemon() as daemon, Engine(daemon.listen) as frozen, self.engine() as second:
+            with wait:
+                self.assertEqual((304, True), second.connector.get_num_new_matched_tokens(second.add("b", tokens), 0))
+            daemon.process.send_signal(signal.SIGSTOP)
+            try:
+                request, began = frozen.add("c", tokens), time.monotonic()
+                self.assertEqual((None, False), frozen.connector.get_num_new_matched_tokens(request, 0))
+                self.assertLess(time.monotonic() - began, 0.5)  # half of lookup_ms
+                with wait:
+                    threading.Timer(0.1, daemon.process.send_signal, [signal.SIGCONT]).start()
+                    self.assertEqual((0, False), frozen.connector.get_num_new_matched_tokens(request, 0))
+            finally:
+                daemon.process.send_signal(signal.SIGCONT)
 
     def test_a_load_that_fails_is_recomputed(self) -> None:
         tokens = prompt(20, 320)

@@ -1,4 +1,5 @@
-"""The half of the connector in vLLM's scheduler: looks prompts up, plans loads and stores. It never waits for the daemon.
+"""The half of the connector in vLLM's scheduler: looks prompts up, plans loads and stores. It waits for the daemon for a
+millisecond of each lookup, at most.
 
 A request, as this half knows it:
 
@@ -16,6 +17,7 @@ asks for it when weights have changed, which no name knows.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LOOKUP_KEEP_S = 1.0  # a lookup older than that is made again: blocks may have been evicted, or come
+_LOOKUP_WAIT_S = 0.001  # from its beginning on, for its answer: asked again, an engine that has nothing to compute sleeps as long
 _LOOKUP_AGAIN_S = 0.005  # between lookups that wait for a prefill elsewhere
 _ERA_MAX = 64  # characters
 _LOG_S = 5.0
@@ -49,6 +52,13 @@ class Lookup:
         self.began = time.monotonic()
         self.blocks: int | None = None
         self.failed = False
+        self._ended = threading.Event()
+
+    def wait(self) -> None:
+        """For what is left of _LOOKUP_WAIT_S, unless it is answered."""
+        left = self.began + _LOOKUP_WAIT_S - time.monotonic()
+        if left > 0:
+            self._ended.wait(left)
 
     def run(self, session: Session) -> None:
         blocks = len(self._hashes)
@@ -58,9 +68,11 @@ class Lookup:
             if not blocks:
                 break
         self.blocks = blocks
+        self._ended.set()
 
     def fail(self, error: Error) -> None:
         self.failed, self.blocks = True, 0
+        self._ended.set()
 
 
 class Purge:
@@ -150,6 +162,8 @@ class SchedulerHalf:
             lookup = self._look(state)
         if lookup is None:
             return 0, False
+        if lookup.blocks is None:
+            lookup.wait()
         if lookup.blocks is None:
             if now - lookup.began < self._settings.lookup_ms / 1000:
                 return None, False
