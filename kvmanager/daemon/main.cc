@@ -85,11 +85,12 @@ constexpr std::chrono::microseconds kWorkersSlice{10000};
 // for all of them: some milliseconds, in which the event loop stands, after a client has given back much. Of the memory
 // of large messages some is kept for the next: the kernel takes a millisecond to find a new MiB. What is larger goes
 // back to the system as it is freed: without thresholds that are set, malloc raises its own to the largest piece that
-// was ever freed.
+// was ever freed. The heap grows in large steps: each may have to wait for whoever touches memory.
 void SetUpMalloc() {
   mallopt(M_MXFAST, 0);
   mallopt(M_MMAP_THRESHOLD, 8 << 20);
   mallopt(M_TRIM_THRESHOLD, 24 << 20);
+  mallopt(M_TOP_PAD, 2 << 20);
 }
 
 }  // namespace

@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -21,6 +23,11 @@ namespace {
 constexpr char kManifest[] = "manifest";
 
 constexpr size_t kTouchedBytes = Region::kHugePageBytes;
+// Whoever grows the heap, maps or unmaps waits for the call that touches memory: a virtual machine may take 10 us for
+// each page that its host has not given it yet. Between calls they get their turn: they would not for 4 ms, when the
+// kernel has the touching thread stand back.
+constexpr size_t kTouchedAtOnce = 512 << 10;
+constexpr std::chrono::microseconds kBetweenCalls{50};
 constexpr int kTouchingNice = 19;  // of the thread: what it does is not urgent
 
 std::string RegionName(size_t index) { return absl::StrCat("pool-", index); }
@@ -28,15 +35,19 @@ std::string RegionName(size_t index) { return absl::StrCat("pool-", index); }
 absl::Status Touch(uint8_t* data, size_t bytes) {
   thread_local const int nice = setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kTouchingNice);
   static_cast<void>(nice);
-  if (madvise(data, bytes, MADV_POPULATE_WRITE) == 0) return absl::OkStatus();
-  return absl::UnavailableError("the kernel does not touch memory ahead of use");  // before Linux 5.14
+  for (size_t at = 0; at < bytes; at += kTouchedAtOnce) {
+    if (madvise(data + at, std::min(kTouchedAtOnce, bytes - at), MADV_POPULATE_WRITE) != 0) {
+      return absl::UnavailableError("the kernel does not touch memory ahead of use");  // before Linux 5.14
+    }
+    std::this_thread::sleep_for(kBetweenCalls);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
 
 absl::Status ServerMemory::Open(const Options& options, const Clock* clock) {
   KV_RETURN_IF_ERROR(OpenPool(options, clock));
-  // Pieces that take the kernel less than a millisecond: meanwhile nobody maps or unmaps memory.
   std::vector<absl::Span<uint8_t>> pieces;
   for (const auto& region : pool_->regions()) {
     for (size_t at = 0; at < region->bytes(); at += kTouchedBytes) {
