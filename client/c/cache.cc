@@ -1,5 +1,7 @@
 // Caches: prefixes, steps, and calls under way.
+#include <algorithm>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -99,6 +101,35 @@ int kvm_name_blocks(const uint8_t* digest, const uint32_t* ids, uint64_t count, 
     std::vector<kvmanager::BlockName> made;
     kvmanager::NameBlocks(cache, {ids, count}, page_tokens, &made);
     if (!made.empty()) std::memcpy(names, made.data(), made.size() * sizeof(kvmanager::BlockName));
+    return absl::OkStatus();
+  });
+}
+
+int kvm_name_hashes(const uint8_t* digest, const uint8_t* hashes, const uint32_t* sizes, uint32_t count,
+                    uint8_t* names) {
+  constexpr uint32_t kHashBytesMax = 64;
+  // The words' last byte is 0.
+  constexpr char kBlock[] = "kvmanager external block", kTokens[] = "kvmanager external tokens";
+  const auto begin = [digest](absl::Span<const char> word) {
+    std::string text(word.data(), word.size());
+    return text.append(reinterpret_cast<const char*>(digest), sizeof(kvmanager::Digest));
+  };
+  return Guard([&]() -> absl::Status {
+    std::string texts[] = {begin(kBlock), begin(kTokens)};
+    for (uint32_t i = 0; i < count; ++i) {
+      if (sizes[i] < 1 || sizes[i] > kHashBytesMax) {
+        return kvmanager::InvalidField(absl::StrCat("hash ", i), absl::StrCat(sizes[i], " bytes"),
+                                       absl::StrCat("1..", kHashBytesMax));
+      }
+      for (std::string& text : texts) {
+        const size_t size = text.size();
+        text.append(reinterpret_cast<const char*>(hashes), sizes[i]);
+        const kvmanager::Digest name = kvmanager::Sha256({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
+        text.resize(size);
+        names = std::copy(name.bytes.begin(), name.bytes.end(), names);
+      }
+      hashes += sizes[i];
+    }
     return absl::OkStatus();
   });
 }

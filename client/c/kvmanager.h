@@ -89,6 +89,10 @@ KVM_API int kvm_refresh(kvm_object* cache); /* text: the description */
  */
 KVM_API int kvm_name_blocks(const uint8_t* digest, const uint32_t* ids, uint64_t count, int32_t page_tokens,
                             uint8_t* names);
+/* Names by an engine's own hashes of blocks, of sizes[i] bytes each, 1..64, one behind the other: SHA-256 of a word,
+ * the cache's digest and the hash. names: [count] of 64 bytes, out. */
+KVM_API int kvm_name_hashes(const uint8_t* digest, const uint8_t* hashes, const uint32_t* sizes, uint32_t count,
+                            uint8_t* names);
 
 typedef struct kvm_match_result {
   int32_t hit_blocks;

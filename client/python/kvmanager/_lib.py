@@ -101,6 +101,7 @@ _CALLS = {
     "kvm_open_cache": [c_void_p, c_char_p, c_size_t, _OBJECT],
     "kvm_refresh": [c_void_p],
     "kvm_name_blocks": [c_char_p, c_void_p, c_uint64, c_int32, c_void_p],
+    "kvm_name_hashes": [c_char_p, c_char_p, c_void_p, c_uint32, c_void_p],
     "kvm_match": [c_void_p, c_char_p, c_void_p, c_uint32, c_void_p],
     "kvm_retain": [c_void_p, c_char_p, c_uint32, c_int32, c_int64, c_void_p],
     "kvm_create_sequences": [c_void_p, c_char_p, c_void_p, c_void_p, c_uint32, c_void_p],

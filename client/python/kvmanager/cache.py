@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import hashlib
 import json
 import struct
 import warnings
@@ -107,14 +106,14 @@ class Cache(Handle):
         """Names of consecutive blocks by an engine's own hashes of them (1..64 bytes each), which must depend on all
         that comes before a block, and on nothing that differs between equal ones. A name is SHA-256 of this cache's
         digest and the hash; so is the digest that a hit is compared with."""
-        digest = self.description.digest
-        names = bytearray()
-        for each in hashes:
+        given = list(hashes)
+        for each in given:
             if not isinstance(each, (bytes, bytearray, memoryview)) or not 1 <= len(each) <= _HASH_BYTES_MAX:
                 raise invalid("hash", each, f"bytes, 1..{_HASH_BYTES_MAX} of them")
-            names += hashlib.sha256(b"kvmanager external block\0" + digest + each).digest()
-            names += hashlib.sha256(b"kvmanager external tokens\0" + digest + each).digest()
-        return BlockNames(bytes(names))
+        sizes, nbytes = (c_uint32 * len(given))(*map(len, given)), len(given) * NAME_BYTES
+        names = ctypes.create_string_buffer(max(1, nbytes))
+        check(lib.kvm_name_hashes(self.description.digest, b"".join(given), sizes, len(given), names))
+        return BlockNames(names.raw[:nbytes])
 
     # Prefixes and sequences.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import unittest
 
 import kvmanager as kv
@@ -201,6 +202,11 @@ class Names(WithCache):
         self.assertEqual(names[:1] + names[1:], names)
         self.assertEqual(list(names), [names[0], names[1], names[2]])
         self.assertEqual(names[0], self.cache.external_names([b"a"])[0])
+        digest = self.cache.description.digest
+        for name, each in zip(names, (b"a", b"bb", b"c" * 32)):
+            words = (b"kvmanager external block\0", b"kvmanager external tokens\0")
+            self.assertEqual(b"".join(hashlib.sha256(word + digest + each).digest() for word in words), name)
+        self.assertEqual(0, len(self.cache.external_names([])))
         self.assertRaises(IndexError, lambda: names[3])
 
 

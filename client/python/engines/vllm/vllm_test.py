@@ -239,7 +239,8 @@ class LifeTest(DaemonTestCase):
         with self.engine(blocks=256, heads_first=False) as second:
             found = second.run(*[second.add(f"b{i}", each) for i, each in enumerate(prompts)])
             self.assertEqual(expected, found)
-            self.assertGreater(second.loaded_tokens, 8 * 200)
+            # At least what is each one's own: the prefix that they share may be there by the time that others begin.
+            self.assertGreaterEqual(second.loaded_tokens, 8 * (240 - 96))
 
     def test_layer_by_layer(self) -> None:
         tokens = prompt(40, 320)
@@ -424,7 +425,7 @@ class DisaggregatedTest(unittest.TestCase):
         self.assertTrue(all(len(each) <= 256 for each in names))
 
     def _hand_over(self, prefill: Engine, decode: Engine, tokens: list[int], params: dict) -> None:
-        # The decode engine is told before the blocks are there: it waits for them.
+        # The decode engine is told while the blocks are on their way: it waits for all of them.
         request = prefill.add("p", tokens, output=1, params=params)
         while not request.is_finished():
             prefill.step()
@@ -432,7 +433,7 @@ class DisaggregatedTest(unittest.TestCase):
         self.assertEqual(500 // 16, told["kvmanager_blocks"])
         decoding = decode.add("d", tokens, output=4, params=told)
         decode.step()
-        self.assertEqual(0, decode.loaded_tokens)
+        self.assertIn(decode.loaded_tokens, (0, 499 // 16 * 16))
         prefill.run(request)
         decode.run(decoding)
         self.assertEqual(499 // 16 * 16, decode.loaded_tokens)

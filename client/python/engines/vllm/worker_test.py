@@ -23,7 +23,9 @@ from rank import hashes_of, random_rows
 from stand_in import USED  # before what needs vLLM
 
 import kvmanager.vllm.mapped_load
+import kvmanager.vllm.worker
 from kvmanager.vllm.measured import LoadMeter, LoadTimes
+from kvmanager.vllm.messages import Load
 from kvmanager.vllm.retention import Retention, retention_of
 
 DEADLINE_S = 120
@@ -460,6 +462,20 @@ class WorkerTest(DaemonTestCase):
                     self.assertEqual(set(there[sum((1, 2, 3, 3)) + 1 :]), rank.load("e", hashes, (there,)))
                 # The daemon has compared its own bytes: it keeps them.
                 self.assertEqual(set(), rank.load("f", hashes, (there,)))
+
+    def test_a_step_that_computes_nothing_waits_a_moment_for_loads(self) -> None:
+        rank = self.rank()
+        rows, hashes = random_rows(26, 5, 16), hashes_of(26, 5)
+        rank.store("a", hashes, list(range(3, 8)), rows)
+        rank.settle()
+        with unittest.mock.patch.object(kvmanager.vllm.worker, "_IDLE_WAIT_S", DEADLINE_S):
+            for name, wanted in (("b", hashes), ("c", hashes_of(27, 5))):
+                load = Load(name, "", wanted, 0, ([10, 11, 12, 13, 14],))
+                rank.step(StepPlan(loads=[load], computes=False))
+                self.assertIn(name, rank.received)
+            rank.step(StepPlan(computes=False))  # none is under way
+        self.assertEqual({10, 11, 12, 13, 14}, rank.errors)
+        self.assert_bytes(rank, [10, 11, 12, 13, 14], rows)
 
     def test_a_daemon_that_maps_nothing_copies(self) -> None:
         with Daemon(flags=("--map-blocks", "off", *self.flags), host_pool="256MiB") as daemon:

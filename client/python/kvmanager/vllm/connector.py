@@ -129,7 +129,10 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.start_loads(self._get_connector_metadata())
+            plan = self._get_connector_metadata()
+            self._worker.start_loads(plan)
+            if not plan.computes:
+                self._worker.wait_for_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled once all of its layers are there."""

@@ -49,3 +49,4 @@ class StepPlan(KVConnectorMetadata):
     stores: list[Store] = field(default_factory=list)
     finishes: list[Finish] = field(default_factory=list)
     preempted: bool = False  # blocks that are being read may be given to others in this step
+    computes: bool = True  # else the engine does nothing in this step, and little before the next

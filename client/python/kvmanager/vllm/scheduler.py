@@ -1,5 +1,5 @@
-"""The half of the connector in vLLM's scheduler: looks prompts up, plans loads and stores. It waits for the daemon for a
-millisecond of each lookup, at most.
+"""The half of the connector in vLLM's scheduler: looks prompts up, plans loads and stores. It waits for the daemon for two
+milliseconds of each lookup, at most.
 
 A request, as this half knows it:
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LOOKUP_KEEP_S = 1.0  # a lookup older than that is made again: blocks may have been evicted, or come
-_LOOKUP_WAIT_S = 0.001  # from its beginning on, for its answer: asked again, an engine that has nothing to compute sleeps as long
+_LOOKUP_WAIT_S = 0.002  # from its beginning on, for its answer: to ask again takes an engine with nothing to compute as long
 _LOOKUP_AGAIN_S = 0.005  # between lookups that wait for a prefill elsewhere
 _ERA_MAX = 64  # characters
 _LOG_S = 5.0
@@ -273,7 +273,12 @@ class SchedulerHalf:
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """KVConnectorBase_V1.build_connector_meta."""
-        plan = StepPlan(loads=self._loads, finishes=self._finishes, preempted=self._preempted(output))
+        plan = StepPlan(
+            loads=self._loads,
+            finishes=self._finishes,
+            preempted=self._preempted(output),
+            computes=output.total_num_scheduled_tokens > 0,
+        )
         self._loads, self._finishes = [], []
         cached = output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens))

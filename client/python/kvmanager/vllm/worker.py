@@ -40,6 +40,7 @@ _SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long whil
 _EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon, or of one batch of copies
 _EXTENTS = 4  # of an arena, at least, where its size allows
 _LOG_S = 5.0
+_IDLE_WAIT_S = 0.002  # of a step without anything to compute, for loads: the engine sleeps a millisecond before the next
 _ALL_BYTES = 1 << 62  # more than any pool
 
 
@@ -70,6 +71,8 @@ class WorkerHalf:
         self._hashes: dict[str, tuple[str, list[bytes]]] = {}  # tenant and hashes of what was stored, by request
         self._reports: set[str] = set()  # requests whose blocks wait for their stores
         self._lock = threading.Lock()  # of what follows
+        self._loading = 0  # jobs
+        self._load_ended = threading.Condition(self._lock)
         self._received: set[str] = set()
         self._failed: dict[str, set[int]] = {}  # block ids of group 0 that were not loaded, by request
         self._stats = KvManagerStats()
@@ -198,6 +201,8 @@ class WorkerHalf:
         after = self.copies.here() if plan.loads and self.copies is not None else Fence()
         for load in plan.loads:
             job = LoadJob(self, load, after)
+            with self._lock:
+                self._loading += 1
             if not self._submit(job, urgent=True):
                 job.fail(UnavailableError("the daemon is away"))
 
@@ -242,6 +247,12 @@ class WorkerHalf:
                 self._reports.add(finish.request)
             else:
                 self._reading.pop(finish.request, None)
+
+    def wait_for_loads(self) -> None:
+        """Of a step that computes nothing: a moment, until one has ended, where some are under way."""
+        with self._lock:
+            if self._loading and not self._received:
+                self._load_ended.wait(_IDLE_WAIT_S)
 
     def results(self) -> tuple[set[str], set[str], dict[str, set[int]]]:
         """Since the last call: requests whose blocks are no longer read; those whose load has ended; of these, what was
@@ -290,6 +301,8 @@ class WorkerHalf:
         """Also the worker's thread."""
         missing = {each for each in load.block_ids[0][blocks:] if each}
         with self._lock:
+            self._loading -= 1
+            self._load_ended.notify()
             self._received.add(load.request)
             if blocks < len(load.hashes) - load.first:
                 self._failed[load.request] = missing
