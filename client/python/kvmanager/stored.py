@@ -15,6 +15,7 @@ pages' checksums.
 
 from __future__ import annotations
 
+import array
 import ctypes
 import threading
 import warnings
@@ -138,9 +139,10 @@ class Extent:
         if self._ids is None or len(self._ids) < len(ids):
             with torch.inference_mode(False):
                 self._ids = torch.empty((len(ids), self.blocks), dtype=torch.int64, pin_memory=self._on_gpu)
-        for group, of_group in enumerate(ids):
-            self._ids[group, : len(of_group)] = torch.tensor(of_group, dtype=torch.int64)
         self.ids_address = self._ids.data_ptr()
+        for group, of_group in enumerate(ids):
+            given = array.array("q", of_group)
+            ctypes.memmove(self.ids_address + 8 * self.blocks * group, given.buffer_info()[0], 8 * len(given))
         return self.blocks
 
     def note_encoded(self, count: int, first: int, nbytes: int) -> None:

@@ -62,6 +62,7 @@ class StoreJob:
         self._begun: collections.deque[Stored] = collections.deque()
         self._begun_fences: collections.deque[Fence] = collections.deque()  # that may not have passed; asking takes time
         self._spoilt = ""  # why not all copies were begun, or will be
+        self._held = False  # the stream of saves is behind `after`
         self._began = time.monotonic()
 
     def begin(self, at_once: bool = False) -> bool:
@@ -87,7 +88,9 @@ class StoreJob:
             try:
                 ids = [group[begin:end] for group in store.block_ids]
                 if at_once and half.paged is not None:
-                    half.copies.hold_saves(self.after)
+                    if not self._held:
+                        self._held = True  # what comes later on that stream is behind them, too
+                        half.copies.hold_saves(self.after)
                     part.encodes = True
                     half.paged.save(extent, part.count, part.first, ids)
                     part.done = half.copies.saved()
