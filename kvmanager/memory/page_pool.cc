@@ -81,10 +81,7 @@ absl::StatusOr<PageId> PagePool::Allocate(TenantId tenant, size_t bytes, std::ve
     return absl::OkStatus();
   };
   absl::StatusOr<PageId> id = allocator_.Allocate(tenant, bytes, clean);
-  if (!id.ok() && allocator_.kept_slabs() > 0) {
-    shown_.TakeBack();
-    id = allocator_.Allocate(tenant, bytes, clean);
-  }
+  while (!id.ok() && shown_.TakeBackOne()) id = allocator_.Allocate(tenant, bytes, clean);
   if (left) unclean->push_back(*id);
   return id;
 }

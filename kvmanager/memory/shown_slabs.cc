@@ -126,23 +126,43 @@ void ShownSlabs::EndCleaning(uint32_t slab) {
   --cleaning_;
 }
 
-void ShownSlabs::TakeBack() {
+bool ShownSlabs::TakeBackNext() {
+  Shown& shown = shown_[look_];
+  if ((shown.ahead && IsRecent(shown)) || regions_[shown.slab]->HasReaders()) {
+    ++look_;
+    return false;
+  }
   SlabBindings bindings(&allocator_);
+  if (bindings.IsWithdrawn(shown.slab)) {
+    bindings.Restore(shown.slab);
+  } else {
+    bindings.Unbind(shown.slab);
+  }
+  shown = shown_.back();
+  shown_.pop_back();
+  return true;
+}
+
+void ShownSlabs::TakeBack() {
   for (size_t looks = std::min(kLooksMax, shown_.size()); looks > 0; --looks) {
     if (look_ >= shown_.size()) look_ = 0;
-    Shown& shown = shown_[look_];
-    if ((shown.ahead && IsRecent(shown)) || regions_[shown.slab]->HasReaders()) {
+    TakeBackNext();
+  }
+}
+
+bool ShownSlabs::TakeBackOne() {
+  if (allocator_.kept_slabs() <= cleaning_) return false;
+  size_t looks = kLooksMax;
+  for (size_t left = shown_.size(); left > 0 && looks > 0; --left) {
+    if (look_ >= shown_.size()) look_ = 0;
+    if (allocator_.InUse(shown_[look_].slab)) {
       ++look_;
       continue;
     }
-    if (bindings.IsWithdrawn(shown.slab)) {
-      bindings.Restore(shown.slab);
-    } else {
-      bindings.Unbind(shown.slab);
-    }
-    shown = shown_.back();
-    shown_.pop_back();
+    if (TakeBackNext()) return true;
+    --looks;
   }
+  return false;
 }
 
 void ShownSlabs::FindReaders() {

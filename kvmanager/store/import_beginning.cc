@@ -200,9 +200,9 @@ void ImportBeginning::CountSlotsSome() {
 }
 
 void ImportBeginning::MakeRoom() {
-  const Tier& tier = *cache().tier;
+  Tier& tier = *cache().tier;
   if (!wanted_.none() && !tier.CanReserve(cache(), wanted_)) {
-    if (in_->parts.owner->GiveBackSome()) return;
+    if (in_->parts.owner->GiveBackSome() || tier.TakeBackSlab()) return;
     if (!tier.CanReserve(cache(), wanted_)) {
       status_ = in_->parts.owner->Exhausted(cache(), wanted_);
       return;

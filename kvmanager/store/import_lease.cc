@@ -79,7 +79,7 @@ void ImportLeaseImpl::CountWithdrawn() {
 void ImportLeaseImpl::MakeRoom() {
   const SlotCounts wanted{.raw = raw_wanted_};
   if (!wanted.none() && !cache_.tier->CanReserve(cache_, wanted)) {
-    if (parts_.owner->GiveBackSome()) return;
+    if (parts_.owner->GiveBackSome() || cache_.tier->TakeBackSlab()) return;
     if (!cache_.tier->CanReserve(cache_, wanted)) {
       extending_ = parts_.owner->Exhausted(cache_, wanted);
       return;

@@ -1,4 +1,6 @@
 // Shares of a pool: what tenants take from one another, and what not. The pool has 64 slabs, as one of 2 GiB has.
+#include <unistd.h>
+
 #include <string>
 #include <utility>
 #include <vector>
@@ -6,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/shown_slabs.h"
 #include "kvmanager/store/store_fixture.h"
 
 namespace kvmanager {
@@ -101,6 +104,21 @@ TEST_F(TenantSharesTest, ANewcomerTakesItsShareOfAFullPool) {
   const uint64_t got = Hoard(b, 10000, &held);
   EXPECT_GE(got, 30 * kSlabBytes);
   EXPECT_LE(got, 33 * kSlabBytes);
+}
+
+// Blocks are evicted for nobody while slabs hold nothing that no process maps any more.
+TEST_F(TenantSharesTest, WhatNobodyMapsIsTakenBackBeforeBlocksAreEvicted) {
+  const CacheId a = Open("uid:1/a"), b = Open("uid:2/b");
+  const std::vector<uint32_t> bound = store().caches().BindSlabs(a, 40 * kSlabBytes).value();
+  ASSERT_EQ(bound.size(), 40u);
+  std::vector<int> open;
+  for (const uint32_t slab : bound) open.push_back(store().caches().ShowSlab(a, slab)->fd);
+  std::vector<std::vector<BlockName>> prefixes;
+  for (uint32_t i = 0; i < 30; ++i) prefixes.push_back(Publish(b, 1 + i));  // 15 slabs of the other 24
+  for (const int fd : open) close(fd);
+  test().clock.AdvanceNs(ShownSlabs::kMapWithinNs);
+  for (uint32_t i = 30; i < 110; ++i) prefixes.push_back(Publish(b, 1 + i));  // 40 slabs more
+  for (const auto& names : prefixes) ASSERT_EQ(Hits(b, names), kRun);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/shown_slabs.h"
 
 namespace kvmanager {
 namespace {
@@ -64,6 +65,8 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
     while (owner_->GiveBackSome() && !pool_->CanAllocate(cache.tenant, wanted)) {
     }
     Collect();
+    while (!pool_->CanAllocate(cache.tenant, wanted) && TakeBackSlab()) {
+    }
     // A request that is refused evicts nothing, unless kernels may still read what it evicted. Then that is waited for,
     // rather than all else evicted meanwhile: what was asked for and a slab, since slots may have to be of a new one.
     uint64_t waiting_bytes_max = pool_->slab_bytes();
@@ -108,6 +111,11 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
   if (counts.activations > 0) KV_RETURN_IF_ERROR(allocate(wanted.back(), &out->activations));
   DemoteAhead(lost_some);
   return absl::OkStatus();
+}
+
+bool Tier::TakeBackSlab() {
+  ShownSlabs* const shown = pool_->shown();
+  return shown != nullptr && shown->TakeBackOne();
 }
 
 void Tier::Free(PageId slot) {

@@ -74,13 +74,16 @@ class Tier {
   bool can_move() const { return mover_ != nullptr && mover_->ready(); }
   void StopMoving() { mover_ = nullptr; }
 
-  /// Takes `wanted` slots for `cache`, which is of this tier, and evicts the policy's victims until they fit: of the
-  /// payer that the pool names (SlabForecast::NextToGive). Errors: RESOURCE_EXHAUSTED, if evicting every evictable
-  /// block that the cache's payer may take would not make them fit, or if what was evicted or is being demoted has to
-  /// be waited for. A request that is refused evicts nothing more than that.
+  /// Takes `wanted` slots for `cache`, which is of this tier: takes back slabs that nobody maps any more, then evicts
+  /// the policy's victims until they fit, of the payer that the pool names (SlabForecast::NextToGive). Errors:
+  /// RESOURCE_EXHAUSTED, if evicting every evictable block that the cache's payer may take would not make them fit, or
+  /// if what was evicted or is being demoted has to be waited for. A request that is refused evicts nothing more than
+  /// that.
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
   /// Whether evicting what its payer may take would make room for all of `wanted`.
   bool CanReserve(const Cache& cache, const SlotCounts& wanted) const;
+  /// Looks for a slab that holds nothing and that nobody maps any more; false: none was found that others have now.
+  bool TakeBackSlab();
   void Free(PageId slot);
   /// Frees the slots that kernels have done with.
   void Collect();
