@@ -52,7 +52,7 @@ bool PoolShares::Forget(PayerId payer) {
 }
 
 uint64_t PoolShares::UsableSlabs(uint64_t free, const Account& account, uint64_t charge) const {
-  const uint64_t others = reserved_slabs_ - LackingSlabs(account, account.charge);
+  const uint64_t others = ReservedBeside(&account);
   return std::max(free > others ? free - others : 0, std::min(free, LackingSlabs(account, charge)));
 }
 

@@ -56,6 +56,11 @@ class PoolShares {
   /// Of `free` slabs, those that a payer who has `charge` may take: the rest is kept for guarantees of others.
   uint64_t UsableSlabs(uint64_t free, const Account& account, uint64_t charge) const;
 
+  /// Slabs that guarantees lack, but for that of `account`; nullptr: of all.
+  uint64_t ReservedBeside(const Account* account) const {
+    return reserved_slabs_ - (account == nullptr ? 0 : LackingSlabs(*account, account->charge));
+  }
+
   /// By excess, the largest last. Payers without a charge are not there.
   using ByExcess = std::set<std::pair<int64_t, Account*>>;
   const ByExcess& by_excess() const { return by_excess_; }

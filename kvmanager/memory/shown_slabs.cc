@@ -13,7 +13,8 @@ std::optional<SlotPool::SlabPlace> ShownSlabs::Showable(PageId id) const {
   if (regions_.empty()) return std::nullopt;
   const SlabBindings bindings(&allocator_);
   if (!bindings.IsShowable(place.slab)) {
-    lacks_ |= bindings.IsBindable(place.slab);  // it is not cut, so it is unclean
+    // It is not cut, so it is unclean.
+    if (bindings.IsBindable(place.slab)) NoteLacking(bindings.AccountOf(place.slab));
     return std::nullopt;
   }
   return SlotPool::SlabPlace{place.slab, place.offset};
@@ -21,11 +22,21 @@ std::optional<SlotPool::SlabPlace> ShownSlabs::Showable(PageId id) const {
 
 bool ShownSlabs::HasOthers(const PoolShares::Account& account) const {
   const auto& payers = allocator_.shares().by_excess();
-  return payers.size() > (account.charge > 0 ? 1 : 0);
+  return payers.size() > (account.charge > 0 ? 1 : 0) || withheld_ > 0;
 }
 
 uint64_t ShownSlabs::MostBeside(const PoolShares::Account& account) const {
   return std::max(allocator_.capacity_bytes() / 2, account.guaranteed_bytes);
+}
+
+bool ShownSlabs::MayBind(const PoolShares::Account& account, uint64_t most) const {
+  const uint64_t bytes = (account.bound + 1) * allocator_.slab_bytes();
+  return bytes <= account.guaranteed_bytes || bytes + withheld_ * allocator_.slab_bytes() <= most;
+}
+
+bool ShownSlabs::MayBindFree(const PoolShares::Account& account) const {
+  const uint64_t bytes = account.charge + allocator_.slab_bytes();
+  return bytes <= account.guaranteed_bytes || bytes + withheld_ * allocator_.slab_bytes() <= account.most_bytes;
 }
 
 absl::StatusOr<int> ShownSlabs::Show(uint32_t slab) {
@@ -34,13 +45,14 @@ absl::StatusOr<int> ShownSlabs::Show(uint32_t slab) {
     return absl::FailedPreconditionError("the slab is not to be mapped");
   }
   if (!bindings.IsBound(slab)) {
-    TakeBack();
     const PoolShares::Account& account = bindings.AccountOf(slab);
-    const uint64_t bytes = (account.bound + 1) * allocator_.slab_bytes();
-    if (HasOthers(account) && bytes > MostBeside(account)) {
-      return FieldError(absl::StatusCode::kFailedPrecondition, "mapped slabs",
-                        absl::StrCat(bytes, " bytes of this tenant"),
-                        absl::StrCat("at most ", MostBeside(account), " while others have memory"));
+    const auto is_too_much = [&] { return HasOthers(account) && !MayBind(account, MostBeside(account)); };
+    if (is_too_much()) TakeBack();
+    if (is_too_much()) {
+      return FieldError(
+          absl::StatusCode::kFailedPrecondition, "mapped slabs",
+          absl::StrCat((account.bound + withheld_ + 1) * allocator_.slab_bytes(), " bytes of this tenant"),
+          absl::StrCat("at most ", MostBeside(account), " while others have memory"));
     }
   }
   KV_ASSIGN_OR_RETURN(const int fd, regions_[slab]->OpenForReading());
@@ -64,7 +76,7 @@ absl::StatusOr<std::vector<uint32_t>> ShownSlabs::Bind(TenantId tenant, uint64_t
     const uint64_t most =
         HasOthers(account) ? MostBeside(account)
                            : std::max(allocator_.capacity_bytes() / kParts * kAloneNumerator, account.guaranteed_bytes);
-    return wanted > 0 && (account.bound + 1) * allocator_.slab_bytes() <= most;
+    return wanted > 0 && MayBind(account, most);
   };
   for (uint32_t slab = 0; slab < regions_.size() && may_have_more(); ++slab) {
     if (bindings.IsBound(slab) || !allocator_.IsOf(slab, tenant) || !bindings.IsShowable(slab)) continue;
@@ -72,13 +84,13 @@ absl::StatusOr<std::vector<uint32_t>> ShownSlabs::Bind(TenantId tenant, uint64_t
     Add(slab, /*ahead=*/true);
     --wanted;
   }
-  while (may_have_more()) {
+  while (may_have_more() && MayBindFree(bindings.AccountOfTenant(tenant))) {
     const std::optional<uint32_t> slab = bindings.BindFree(tenant);
     if (!slab.has_value()) break;
     Add(*slab, /*ahead=*/true);
     --wanted;
   }
-  lacks_ |= may_have_more();
+  if (may_have_more()) NoteLacking(bindings.AccountOfTenant(tenant));
   std::vector<uint32_t> bound;
   for (const Shown& shown : shown_) {
     if (bindings.IsBoundTo(shown.slab, tenant) && bindings.IsShowable(shown.slab)) bound.push_back(shown.slab);
@@ -115,7 +127,9 @@ std::vector<uint32_t> ShownSlabs::Recalled(TenantId tenant) {
 }
 
 std::optional<uint32_t> ShownSlabs::BeginCleaning() {
-  if (allocator_.free_slabs() < kFreeBesideCleaning + 1) return std::nullopt;
+  const PoolShares& shares = allocator_.shares();
+  const uint64_t reserved = shares.ReservedBeside(shares.Find(lacking_));
+  if (allocator_.free_slabs() < reserved + kFreeBesideCleaning + 1) return std::nullopt;
   const std::optional<uint32_t> slab = SlabBindings(&allocator_).WithdrawWritten();
   if (slab.has_value()) ++cleaning_;
   return slab;
@@ -135,6 +149,7 @@ bool ShownSlabs::TakeBackNext() {
   SlabBindings bindings(&allocator_);
   if (bindings.IsWithdrawn(shown.slab)) {
     bindings.Restore(shown.slab);
+    --withheld_;
   } else {
     bindings.Unbind(shown.slab);
   }
@@ -171,6 +186,7 @@ void ShownSlabs::FindReaders() {
     if (!regions_[slab]->HasReaders()) continue;
     if (!allocator_.InUse(slab)) {
       bindings.Withhold(slab);
+      ++withheld_;
     } else if (bindings.IsBindable(slab)) {
       bindings.Bind(slab);
     } else {

@@ -72,7 +72,8 @@ class ShownSlabs {
   // Free slabs that a tenant wrote, which others are not shown before they are clean (slab_cleaner.h).
   /// Whether a tenant lacked clean slabs since this was asked last.
   bool TakeLacking() { return std::exchange(lacks_, false); }
-  /// A slab that is nobody's from now on, to be zeroed. Nothing: all are clean, or too few are free.
+  /// A slab that is nobody's from now on, to be zeroed. Nothing: all are clean, or too few are free beside those that
+  /// guarantees lack, but for the guarantee of who lacked clean slabs last.
   std::optional<uint32_t> BeginCleaning();
   void EndCleaning(uint32_t slab);
   uint64_t cleaning() const { return cleaning_; }  // slabs
@@ -93,6 +94,14 @@ class ShownSlabs {
   bool HasOthers(const PoolShares::Account& account) const;
   /// Bytes that may be bound to tenants of a payer while others have memory.
   uint64_t MostBeside(const PoolShares::Account& account) const;
+  /// Whether one slab more may be so, of `most` bytes: who reads the withheld ones is not known, so they count for all.
+  bool MayBind(const PoolShares::Account& account, uint64_t most) const;
+  /// The same of one that is free, by what the payer may have at most.
+  bool MayBindFree(const PoolShares::Account& account) const;
+  void NoteLacking(const PoolShares::Account& account) const {
+    lacks_ = true;
+    lacking_ = account.payer;
+  }
   void Add(uint32_t slab, bool ahead) { shown_.push_back({slab, NowNs(), ahead}); }
   /// Looks at the next one of shown_. True: it is as others.
   bool TakeBackNext();
@@ -101,9 +110,11 @@ class ShownSlabs {
   const absl::Span<const std::unique_ptr<Region>> regions_;
   const Clock* const clock_;
   std::vector<Shown> shown_;
-  size_t look_ = 0;    // of shown_, the next to be looked at
-  size_t recall_ = 0;  // of shown_, the next to be recalled
+  size_t look_ = 0;        // of shown_, the next to be looked at
+  size_t recall_ = 0;      // of shown_, the next to be recalled
+  uint64_t withheld_ = 0;  // of shown_: nobody's, as processes map them since before the pool's slots were restored
   mutable bool lacks_ = false;
+  mutable PayerId lacking_ = 0;  // of whom, last
   uint64_t cleaning_ = 0;
 };
 

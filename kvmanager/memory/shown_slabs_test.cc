@@ -289,6 +289,38 @@ TEST(ShownSlabs, ALaterDaemonLeavesWhatIsStillMappedToItsTenant) {
   EXPECT_TRUE(pool->CanAllocate(2, 2 * kMiB, 2));
 }
 
+// Whose they are is not known any more, so they are taken for everybody's.
+TEST(ShownSlabs, WhatIsStillMappedAfterARestartCountsAsBound) {
+  PagePool::Options options;
+  options.pool_bytes = 16 * kMiB;  // eight slabs
+  options.slab_bytes = 2 * kMiB;
+  options.keep = true;
+  auto pool = PagePool::Create(options).value();
+  std::vector<std::unique_ptr<Region>> mapped;
+  const std::vector<uint32_t> bound = pool->shown()->Bind(1, 6 * kMiB).value();
+  for (const uint32_t slab : bound) mapped.push_back(MapBound(*pool, 1, slab));
+  ASSERT_EQ(mapped.size(), 3u);
+  for (const auto& region : pool->regions()) options.kept.push_back(dup(region->keeper_fd()));
+  pool.reset();
+  pool = PagePool::Create(options).value();
+  pool->Restore({});
+  pool->shares().SetQuota(2, {.most_bytes = 8 * kMiB});
+  pool->shares().SetQuota(3, {.guaranteed_bytes = 4 * kMiB});
+  // What earlier daemons' tenants wrote may be bound once it is clean.
+  while (const auto slab = pool->shown()->BeginCleaning()) {
+    std::memset(pool->SlabData(*slab).data(), 0, pool->slab_bytes());
+    pool->shown()->EndCleaning(*slab);
+  }
+  EXPECT_EQ(pool->free_slabs(), 5u);
+  EXPECT_EQ(pool->shown()->Bind(1, 16 * kMiB)->size(), 1u);  // half
+  EXPECT_EQ(pool->shown()->Bind(3, 16 * kMiB)->size(), 2u);  // its guarantee
+  pool->CheckInvariants();
+  mapped.clear();
+  while (pool->shown()->count() > 0) pool->shown()->TakeBack();
+  EXPECT_EQ(pool->shown()->Bind(1, 16 * kMiB)->size(), 5u);
+  pool->CheckInvariants();
+}
+
 // Tenants allocate, free, map and unmap at random: through its mappings none ever sees a byte of another.
 TEST(ShownSlabs, AMappingNeverShowsAByteOfAnotherTenant) {
   std::mt19937 random(11);

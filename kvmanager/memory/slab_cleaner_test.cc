@@ -86,5 +86,30 @@ TEST_F(SlabCleanerTest, TheLastFreeSlabIsLeft) {
   for (const PageId id : ids) pool_->Free(id);
 }
 
+TEST_F(SlabCleanerTest, SlabsOfGuaranteesAreLeft) {
+  WriteAll(1);
+  const auto look_for = [&](TenantId tenant) {
+    EXPECT_EQ(pool_->shown()->Bind(tenant, kSlabBytes)->size(), 0u);
+    cleaner_.Look();
+    return pool_->shown()->cleaning();
+  };
+  pool_->shares().SetQuota(3, {.guaranteed_bytes = 3 * kSlabBytes});
+  EXPECT_EQ(look_for(2), 0u);
+  pool_->shares().SetQuota(3, {.guaranteed_bytes = 2 * kSlabBytes});
+  EXPECT_EQ(look_for(2), 1u);
+  RunUntilIdle();
+}
+
+TEST_F(SlabCleanerTest, SlabsOfItsGuaranteeAreCleanedForATenant) {
+  WriteAll(1);
+  pool_->shares().SetQuota(2, {.guaranteed_bytes = 3 * kSlabBytes});
+  pool_->shares().SetQuota(3, {.guaranteed_bytes = kSlabBytes});
+  EXPECT_EQ(pool_->shown()->Bind(2, kSlabBytes)->size(), 0u);
+  cleaner_.Look();
+  EXPECT_EQ(pool_->shown()->cleaning(), 1u);
+  RunUntilIdle();
+  EXPECT_EQ(pool_->shown()->Bind(2, kSlabBytes)->size(), 1u);
+}
+
 }  // namespace
 }  // namespace kvmanager
