@@ -184,8 +184,9 @@ class BlocksLease {
  public:
   virtual ~BlocksLease() = default;
   /// To be asked when they were copied. OK: they were held all the time. UNAVAILABLE: they were not (the daemon's or
-  /// the connection's end), and what was copied is of no use. corrupt_block: of those that were read, one whose bytes
-  /// had not their checksum; the daemon compares it itself, and forgets it if that is so.
+  /// the connection's end, or the daemon ended the lease after 30 s), and what was copied is of no use. corrupt_block:
+  /// of those that were read, one whose bytes had not their checksum; the daemon compares it itself, and forgets it if
+  /// that is so.
   virtual Pending<absl::Status> ReleaseAsync(std::optional<uint32_t> corrupt_block) = 0;
   absl::Status Release(std::optional<uint32_t> corrupt_block = std::nullopt);
 };

@@ -11,6 +11,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <map>
@@ -130,13 +131,18 @@ class SequenceServer final : public api::Sequence::Server {
 
 class SlabServer final : public api::Slab::Server {
  public:
-  explicit SlabServer(uint32_t slab) : fd_(::memfd_create("kv_fake_slab", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
+  SlabServer(FakeDaemon& daemon, uint32_t slab)
+      : daemon_(daemon), fd_(::memfd_create("kv_fake_slab", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
     const std::string bytes(slab == FakeDaemon::kShortSlab ? FakeDaemon::kSlabBytes / 2 : FakeDaemon::kSlabBytes,
                             char(slab));
     KJ_REQUIRE(::write(fd_, bytes.data(), bytes.size()) == ssize_t(bytes.size()));
     const int seals = slab == FakeDaemon::kOpenSlab ? 0 : F_SEAL_SHRINK | F_SEAL_GROW;
     KJ_SYSCALL(::fcntl(fd_, F_ADD_SEALS, seals));
     if (slab == FakeDaemon::kBareSlab) fd_ = nullptr;
+    daemon_.Change([](auto& seen) { seen.slabs_sent_most = std::max(seen.slabs_sent_most, ++seen.slabs_sent); });
+  }
+  ~SlabServer() {
+    daemon_.Change([](auto& seen) { --seen.slabs_sent; });
   }
   kj::Maybe<int> getFd() override {
     if (fd_.get() < 0) return nullptr;
@@ -144,6 +150,7 @@ class SlabServer final : public api::Slab::Server {
   }
 
  private:
+  FakeDaemon& daemon_;
   kj::AutoCloseFd fd_;
 };
 
@@ -156,7 +163,7 @@ kj::Promise<void> MapSlab(FakeDaemon& daemon, Context& context) {
     results.initStatus().setCode(9);
     return kj::READY_NOW;
   }
-  results.setSlab(kj::heap<SlabServer>(slab));
+  results.setSlab(kj::heap<SlabServer>(daemon, slab));
   results.setBytes(FakeDaemon::kSlabBytes);
   return kj::READY_NOW;
 }

@@ -43,8 +43,10 @@ class FakeDaemon {
     int sequences_alive = 0;
     int caches_alive = 0;
     int arenas_alive = 0;
-    int leases_alive = 0;        // of blocks
-    int slabs_asked = 0;         // calls of mapSlab
+    int leases_alive = 0;  // of blocks
+    int slabs_asked = 0;   // calls of mapSlab
+    int slabs_sent = 0;    // descriptors that the client has not dropped, and the most of them
+    int slabs_sent_most = 0;
     uint64_t bound_bytes = 0;    // of the last call of bindSlabs
     uint32_t corrupt_block = 0;  // of the last lease that was released
     int mapped_at_the_end = 0;   // slabs in this process's memory when a connection ended

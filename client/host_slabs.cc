@@ -41,9 +41,21 @@ void HostSlabs::Unmap(const Slab& slab) {
   ::munmap(slab.reserved, slab.reserved_bytes);
 }
 
+HostSlabs::Hold::Hold(std::shared_ptr<HostSlabs> of, std::vector<uint32_t> slabs)
+    : of_(std::move(of)), slabs_(std::move(slabs)) {
+  for (const uint32_t slab : slabs_) ++of_->holds_[slab];
+}
+
+HostSlabs::Hold::~Hold() {
+  for (const uint32_t slab : slabs_) {
+    const auto held = of_->holds_.find(slab);
+    if (--held->second == 0) of_->holds_.erase(held);
+  }
+}
+
 void HostSlabs::Unmap(uint32_t slab) {
   const auto found = slabs_.find(slab);
-  if (found == slabs_.end()) return;
+  if (found == slabs_.end() || holds_.contains(slab)) return;
   Unmap(found->second);
   slabs_.erase(found);
 }

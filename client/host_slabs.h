@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
@@ -36,8 +37,20 @@ class HostSlabs {
   /// slab is mapped already. Errors: INTERNAL (no sealed memory of so many bytes), FAILED_PRECONDITION (kSlabsMax),
   /// RESOURCE_EXHAUSTED.
   absl::Status Map(uint32_t slab, int fd, uint64_t bytes);
-  /// Unpins and unmaps a slab, in which no page of a lease lies; nothing where it is not mapped.
+  /// Unpins and unmaps a slab; nothing where it is not mapped, or somebody holds it.
   void Unmap(uint32_t slab);
+  /// Keeps slabs mapped: this process may read there even where the daemon has ended the lease on what it reads.
+  class Hold {
+   public:
+    Hold(std::shared_ptr<HostSlabs> of, std::vector<uint32_t> slabs);
+    ~Hold();
+    Hold(const Hold&) = delete;
+    HostSlabs& of() { return *of_; }
+
+   private:
+    const std::shared_ptr<HostSlabs> of_;
+    const std::vector<uint32_t> slabs_;
+  };
   /// Pins what is mapped, and what will be; the first pinner counts. nullptr: nothing.
   void PinWith(std::shared_ptr<SlabPinner> pinner);
   /// Why a slab could not be pinned, once; no more are tried then. Else OK.
@@ -56,7 +69,8 @@ class HostSlabs {
 
   const uint64_t forks_ = ForkCount();
   absl::flat_hash_map<uint32_t, Slab> slabs_;
-  std::shared_ptr<SlabPinner> pinner_;  // shared with whoever gives it to several connections
+  absl::flat_hash_map<uint32_t, size_t> holds_;  // how many, none 0
+  std::shared_ptr<SlabPinner> pinner_;           // shared with whoever gives it to several connections
   absl::Status pin_error_;
   bool may_pin_ = false;  // there is a pinner, and it has not failed
 };

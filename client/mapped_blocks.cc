@@ -26,7 +26,7 @@ constexpr uint64_t kBindStepBytes = uint64_t{32} << 30;  // mapped and pinned wi
 class BlocksLeaseImpl final : public BlocksLease {
  public:
   BlocksLeaseImpl(std::shared_ptr<Connection> connection, api::BlocksLease::Client cap,
-                  std::shared_ptr<const HostSlabs> slabs)
+                  std::unique_ptr<HostSlabs::Hold> slabs)
       : handle_(std::move(connection), std::move(cap)), slabs_(std::move(slabs)) {}
 
   Pending<absl::Status> ReleaseAsync(std::optional<uint32_t> corrupt_block) override {
@@ -41,7 +41,7 @@ class BlocksLeaseImpl final : public BlocksLease {
  private:
   Handle<api::BlocksLease::Client> handle_;
   // Shared with the connection, which has others once it reconnects; let go of before the handle's connection is.
-  const std::shared_ptr<const HostSlabs> slabs_;
+  const std::unique_ptr<HostSlabs::Hold> slabs_;
 };
 
 /// A reply whose slabs may still have to be mapped.
@@ -49,6 +49,7 @@ struct Reply {
   MappedBlocks blocks;
   std::vector<Place> places;  // [blocks][layers]
   std::optional<api::BlocksLease::Client> lease;
+  std::unique_ptr<HostSlabs::Hold> hold;  // of the places' slabs
 };
 
 absl::StatusOr<Reply> Read(api::BlocksReply::Reader reply, const AskedBlocks& asked) {
@@ -83,18 +84,17 @@ absl::StatusOr<Reply> Read(api::BlocksReply::Reader reply, const AskedBlocks& as
   return read;
 }
 
-/// Slabs of the reply that are not mapped, each once.
-std::vector<uint32_t> Missing(const Reply& reply, const HostSlabs& slabs) {
-  std::vector<uint32_t> missing;
+/// Slabs of the reply, each once.
+std::vector<uint32_t> SlabsOf(const Reply& reply) {
+  std::vector<uint32_t> slabs;
   uint64_t last = kInRange;
   for (const Place& place : reply.places) {
     if (std::exchange(last, place.slab) == place.slab || place.slab == kInRange) continue;
-    const uint32_t slab = static_cast<uint32_t>(place.slab);
-    if (slabs.Find(slab).empty()) missing.push_back(slab);
+    slabs.push_back(static_cast<uint32_t>(place.slab));
   }
-  std::sort(missing.begin(), missing.end());
-  missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
-  return missing;
+  std::sort(slabs.begin(), slabs.end());
+  slabs.erase(std::unique(slabs.begin(), slabs.end()), slabs.end());
+  return slabs;
 }
 
 /// Of BlocksLease.mapSlab or Cache.mapSlab.
@@ -119,6 +119,24 @@ kj::Promise<absl::Status> MapSlab(api::BlocksLease::Client& lease, std::shared_p
   request.setSlab(slab);
   return request.send().then(
       [slabs = std::move(slabs), slab](auto&& response) { return MapAnswered(response, slabs, slab); });
+}
+
+/// Of so many at once: each takes a turn of the daemon, whose other clients wait meanwhile.
+kj::Promise<absl::Status> MapSlabs(api::BlocksLease::Client lease, std::shared_ptr<HostSlabs> slabs,
+                                   std::vector<uint32_t> missing) {
+  if (missing.empty()) return absl::OkStatus();
+  const size_t now = std::min(kSlabsAtOnce, missing.size());
+  auto mapping = kj::heapArrayBuilder<kj::Promise<absl::Status>>(now);
+  for (size_t i = missing.size() - now; i < missing.size(); ++i) mapping.add(MapSlab(lease, slabs, missing[i]));
+  missing.resize(missing.size() - now);
+  return kj::joinPromises(mapping.finish())
+      .then([lease = kj::mv(lease), slabs = std::move(slabs),
+             missing = std::move(missing)](kj::Array<absl::Status> mapped) mutable -> kj::Promise<absl::Status> {
+        for (const absl::Status& status : mapped) {
+          if (!status.ok()) return status;
+        }
+        return MapSlabs(kj::mv(lease), std::move(slabs), std::move(missing));
+      });
 }
 
 /// Of slabs that are bound, those that are not mapped are, some at once. Returns how many bytes are.
@@ -172,7 +190,8 @@ absl::StatusOr<MappedBlocks> Finish(std::shared_ptr<Connection> connection, cons
     blocks.pages[i] = reinterpret_cast<uintptr_t>(memory.data()) + place.offset;
   }
   if (reply.lease.has_value()) {
-    blocks.lease = std::make_unique<BlocksLeaseImpl>(std::move(connection), *std::move(reply.lease), slabs);
+    blocks.lease =
+        std::make_unique<BlocksLeaseImpl>(std::move(connection), *std::move(reply.lease), std::move(reply.hold));
   }
   blocks.pinned = slabs->TakePinError();
   return std::move(blocks);
@@ -191,18 +210,18 @@ Pending<absl::StatusOr<MappedBlocks>> MapBlocks(
        asked](auto& response) mutable -> kj::Promise<Result> {
         absl::StatusOr<Reply> read = Read(response.getReply(), asked);
         if (!read.ok()) return Result(read.status());
-        // Nothing lies there, so nobody has a lease on it; what comes to lie there later is in a later reply.
+        std::vector<uint32_t> missing = SlabsOf(*read);
+        read->hold = std::make_unique<HostSlabs::Hold>(slabs, missing);
+        // Nothing lies there: who holds it reads what it has no lease on any more. The daemon asks again.
         for (const uint32_t slab : response.getReply().getUnmap()) slabs->Unmap(slab);
-        const std::vector<uint32_t> missing = Missing(*read, *slabs);
+        std::erase_if(missing, [&](uint32_t slab) { return !slabs->Find(slab).empty(); });
         if (missing.empty()) return Finish(connection->shared_from_this(), slabs, asked, *std::move(read));
-        auto mapping = kj::heapArrayBuilder<kj::Promise<absl::Status>>(missing.size());
-        for (const uint32_t slab : missing) mapping.add(MapSlab(*read->lease, slabs, slab));
-        return kj::joinPromises(mapping.finish())
-            .then(
-                [connection, slabs, asked, reply = *std::move(read)](kj::Array<absl::Status> mapped) mutable -> Result {
-                  for (const absl::Status& status : mapped) KV_RETURN_IF_ERROR(status);
-                  return Finish(connection->shared_from_this(), slabs, asked, std::move(reply));
-                });
+        auto mapping = MapSlabs(*read->lease, slabs, std::move(missing));
+        return mapping.then(
+            [connection, slabs, asked, reply = *std::move(read)](absl::Status mapped) mutable -> Result {
+              KV_RETURN_IF_ERROR(mapped);
+              return Finish(connection->shared_from_this(), slabs, asked, std::move(reply));
+            });
       },
       connection->options().deadline_ms);
 }

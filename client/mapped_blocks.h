@@ -21,7 +21,7 @@ struct AskedBlocks {
   TensorView range;  // none: no range
 };
 
-/// Sends `request`, maps slabs that the reply names and that are not mapped, all at once, and gives the addresses.
+/// Sends `request`, maps slabs that the reply names and that are not mapped, some at once, and gives the addresses.
 /// Errors: as Cache::MapBlocksAsync's. REQUIRES: connection->Usable().ok().
 Pending<absl::StatusOr<MappedBlocks>> MapBlocks(
     const std::shared_ptr<Connection>& connection,

@@ -254,6 +254,18 @@ TEST_F(MappedBlocksTest, SlabsAreMappedAndPinnedAheadOfNeed) {
   EXPECT_TRUE(pinned.empty());
 }
 
+TEST_F(MappedBlocksTest, ManySlabsAreMappedSomeAtOnce) {
+  std::vector<uint64_t> places;
+  for (uint32_t slab = 1; slab <= 40; ++slab) places.insert(places.end(), {slab, 0});
+  const std::vector<BlockName> names(40);
+  daemon_.SetBlocks(Reply(places, std::string(40, 0)));
+  const auto mapped = cache_->MapBlocks({0, names, {}});
+  ASSERT_TRUE(mapped.ok()) << mapped.status();
+  for (uint32_t i = 0; i < 40; ++i) EXPECT_EQ(ByteAt(mapped->pages[i]), 1 + i);
+  EXPECT_EQ(daemon_.seen().slabs_asked, 40);
+  EXPECT_LE(daemon_.seen().slabs_sent_most, 32);  // 16, and those whose end the daemon has not heard of
+}
+
 TEST_F(MappedBlocksTest, SlabsThatTheDaemonWantsBackAreUnmapped) {
   std::vector<const uint8_t*> pinned;
   const auto pinner = std::make_shared<FakePinner>(9, &pinned);
@@ -264,6 +276,13 @@ TEST_F(MappedBlocksTest, SlabsThatTheDaemonWantsBackAreUnmapped) {
   reply.unmap = {8, 9, 8, UINT32_MAX};
   auto again = Map(reply);
   ASSERT_TRUE(again.ok()) << again.status();
+  // The daemon may have ended the lease, but this process may read there until it lets go of it.
+  EXPECT_EQ(FakeDaemon::MappedSlabs(), 2);
+  EXPECT_EQ(ByteAt(mapped->pages[1]), 8);
+  mapped->lease.reset();
+  again->lease.reset();
+  again = Map(reply);
+  ASSERT_TRUE(again.ok()) << again.status();
   EXPECT_EQ(FakeDaemon::MappedSlabs(), 1);
   ASSERT_EQ(pinned.size(), 1u);
   EXPECT_EQ(ByteAt(reinterpret_cast<uintptr_t>(pinned[0])), 7);
@@ -273,7 +292,6 @@ TEST_F(MappedBlocksTest, SlabsThatTheDaemonWantsBackAreUnmapped) {
   EXPECT_EQ(ByteAt(again->pages[0]), 8);
   EXPECT_EQ(daemon_.seen().slabs_asked, 3);
   again->lease.reset();
-  mapped->lease.reset();
   cache_.reset();
   client_.reset();
   EXPECT_TRUE(pinned.empty());
