@@ -21,16 +21,17 @@ struct LimitUse {
   uint64_t arena_bytes = 0, recompute_bytes = 0, recompute_device_bytes = 0;
   uint64_t request_bytes = 0, reply_bytes = 0;
   uint64_t connections = 0, tcp_connections = 0, admin_connections = 0, tls_handshakes = 0;
-  uint64_t sequences = 0, lease_pages = 0, sent_pages = 0, caches = 0;
+  uint64_t sequences = 0, lease_pages = 0, mapped_pages = 0, sent_pages = 0, caches = 0;
   uint64_t waiting_hand_offs = 0, waiting_blob_bytes = 0, outgoing_hand_offs = 0;
   uint64_t listed_tenants = 0;
   uint64_t tenant_pool_bytes = 0, tenant_recompute_bytes = 0, tenant_recompute_device_bytes = 0;
-  uint64_t tenant_sequences = 0, tenant_shared_blocks = 0, tenant_lease_pages = 0, tenant_caches = 0,
-           tenant_waiting_hand_offs = 0, tenant_waiting_blob_bytes = 0, tenant_outgoing_hand_offs = 0,
-           tenant_to_peer_hand_offs = 0, tenant_sent_pages = 0;
+  uint64_t tenant_sequences = 0, tenant_shared_blocks = 0, tenant_lease_pages = 0, tenant_mapped_pages = 0,
+           tenant_caches = 0, tenant_waiting_hand_offs = 0, tenant_waiting_blob_bytes = 0,
+           tenant_outgoing_hand_offs = 0, tenant_to_peer_hand_offs = 0, tenant_sent_pages = 0;
   uint64_t user_connections = 0, host_connections = 0, user_arena_bytes = 0;
   uint64_t process_connections = 0;
   uint64_t connection_sequences = 0, connection_request_bytes = 0, connection_reply_bytes = 0;
+  uint64_t connection_block_leases = 0, connection_mapped_pages = 0;
   uint64_t connection_caches = 0, connection_arenas = 0, connection_arena_bytes = 0;
 };
 

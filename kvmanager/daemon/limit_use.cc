@@ -38,6 +38,8 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   use.tenant_lease_pages = store.tenant_lease_pages;
   use.tenant_caches = store.tenant_caches;
   use.lease_pages = store.lease_pages;
+  use.mapped_pages = store.mapped_pages;
+  use.tenant_mapped_pages = store.tenant_mapped_pages;
   use.sent_pages = store.sent_pages;
   use.tenant_sent_pages = store.tenant_sent_pages;
   use.caches = store.caches;
@@ -56,6 +58,8 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   const SessionUse session = holders.sessions->Most();
   use.connection_sequences = session.sequences;
   use.connection_caches = session.caches;
+  use.connection_block_leases = session.block_leases;
+  use.connection_mapped_pages = session.mapped_pages;
   use.connection_arenas = session.arenas;
   use.connection_arena_bytes = session.arena_bytes;
   return use;

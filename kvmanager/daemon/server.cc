@@ -282,7 +282,7 @@ class ServerImpl final : public Server {
           reads({of.store_.get(), of.workers_.get(), &of.queue_, &of.polls_, &of.clock_, of.devices_.gpus(),
                  &of.metrics_.reads}),
           block_calls({of.store_.get(), of.workers_.get(), &of.queue_, &of.clock_, &of.drain_, &of.metrics_.block_calls,
-                       &long_calls, BlockCalls::MapsOf(of.options_.map_blocks), &disposals}),
+                       &long_calls, BlockCalls::MapsOf(of.options_.map_blocks), &disposals, &loop.timer()}),
           requests({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kCallsInFlightBytesMax},
                    &of.clock_),
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},

@@ -21,6 +21,7 @@ namespace kvmanager {
 namespace {
 
 constexpr char kManifest[] = "manifest";
+constexpr size_t kLooks = 128;  // of a look, at slabs that engines map
 
 constexpr size_t kTouchedBytes = Region::kHugePageBytes;
 // Whoever grows the heap, maps or unmaps waits for the call that touches memory: a virtual machine may take 10 us for
@@ -69,9 +70,16 @@ absl::Status ServerMemory::OpenPool(const Options& options, const Clock* clock) 
 }
 
 void ServerMemory::Look(WorkerPool* workers, MessageQueue* queue) {
-  pool_->shown()->TakeBack();
+  TakeBack(queue, std::min(kLooks, pool_->shown()->count()));
   if (!cleaner_.has_value()) cleaner_.emplace(pool_.get(), workers, queue);
   cleaner_->Look();
+}
+
+void ServerMemory::TakeBack(MessageQueue* queue, size_t looks) {
+  if (looks == 0) return;
+  pool_->shown()->TakeBack();
+  const size_t left = looks - std::min(looks, ShownSlabs::kLooksMax);
+  if (left > 0) queue->Post([this, queue, left] { TakeBack(queue, left); });
 }
 
 absl::Status ServerMemory::OpenKept(const Options& options, const Clock* clock) {

@@ -36,6 +36,8 @@ class ServerMemory {
   absl::Status OpenKept(const Options& options, const Clock* clock);
   absl::Status TakeOver(PagePool::Options pool);
   absl::Status MakeAnew(const PagePool::Options& pool);
+  /// Looks at so many slabs that are shown, in turns.
+  void TakeBack(MessageQueue* queue, size_t looks);
 
   std::optional<LockedFolder> folder_;
   std::unique_ptr<MemoryKeeper> keeper_;

@@ -64,10 +64,27 @@ absl::StatusOr<int> ShownSlabs::Show(uint32_t slab) {
 }
 
 absl::StatusOr<std::vector<uint32_t>> ShownSlabs::Bind(TenantId tenant, uint64_t bytes) {
+  KV_ASSIGN_OR_RETURN(Binding binding, BeginBind(tenant, bytes));
+  while (BindSome(&binding)) {
+  }
+  return BoundTo(tenant);
+}
+
+absl::StatusOr<ShownSlabs::Binding> ShownSlabs::BeginBind(TenantId tenant, uint64_t bytes) const {
   if (regions_.empty()) return absl::FailedPreconditionError("the memory of this daemon is not to be mapped");
-  TakeBack();
+  return Binding{tenant, bytes, std::min(kBindLooks, shown_.size())};
+}
+
+bool ShownSlabs::BindSome(Binding* binding) {
+  if (binding->looks > 0) {
+    const size_t looks = std::min(kLooksOfPiece, binding->looks);
+    LookAt(looks);
+    binding->looks -= looks;
+    return true;
+  }
+  const TenantId tenant = binding->tenant;
   SlabBindings bindings(&allocator_);
-  uint64_t wanted = bytes / allocator_.slab_bytes();
+  uint64_t wanted = binding->bytes / allocator_.slab_bytes();
   for (const Shown& shown : shown_) {
     if (bindings.IsBoundTo(shown.slab, tenant) && wanted > 0) --wanted;
   }
@@ -78,19 +95,29 @@ absl::StatusOr<std::vector<uint32_t>> ShownSlabs::Bind(TenantId tenant, uint64_t
                            : std::max(allocator_.capacity_bytes() / kParts * kAloneNumerator, account.guaranteed_bytes);
     return wanted > 0 && MayBind(account, most);
   };
-  for (uint32_t slab = 0; slab < regions_.size() && may_have_more(); ++slab) {
-    if (bindings.IsBound(slab) || !allocator_.IsOf(slab, tenant) || !bindings.IsShowable(slab)) continue;
-    bindings.Bind(slab);
+  size_t left = kBindsOfPiece;
+  const auto add = [&](uint32_t slab) {
     Add(slab, /*ahead=*/true);
     --wanted;
+    --left;
+  };
+  for (uint32_t slab = 0; slab < regions_.size() && left > 0 && may_have_more(); ++slab) {
+    if (bindings.IsBound(slab) || !allocator_.IsOf(slab, tenant) || !bindings.IsShowable(slab)) continue;
+    bindings.Bind(slab);
+    add(slab);
   }
-  while (may_have_more() && MayBindFree(bindings.AccountOfTenant(tenant))) {
+  while (left > 0 && may_have_more() && MayBindFree(bindings.AccountOfTenant(tenant))) {
     const std::optional<uint32_t> slab = bindings.BindFree(tenant);
     if (!slab.has_value()) break;
-    Add(*slab, /*ahead=*/true);
-    --wanted;
+    add(*slab);
   }
+  if (left == 0) return true;
   if (may_have_more()) NoteLacking(bindings.AccountOfTenant(tenant));
+  return false;
+}
+
+std::vector<uint32_t> ShownSlabs::BoundTo(TenantId tenant) const {
+  const SlabBindings bindings(&allocator_);
   std::vector<uint32_t> bound;
   for (const Shown& shown : shown_) {
     if (bindings.IsBoundTo(shown.slab, tenant) && bindings.IsShowable(shown.slab)) bound.push_back(shown.slab);
@@ -158,8 +185,10 @@ bool ShownSlabs::TakeBackNext() {
   return true;
 }
 
-void ShownSlabs::TakeBack() {
-  for (size_t looks = std::min(kLooksMax, shown_.size()); looks > 0; --looks) {
+void ShownSlabs::TakeBack() { LookAt(kLooksMax); }
+
+void ShownSlabs::LookAt(size_t looks) {
+  for (looks = std::min(looks, shown_.size()); looks > 0; --looks) {
     if (look_ >= shown_.size()) look_ = 0;
     TakeBackNext();
   }

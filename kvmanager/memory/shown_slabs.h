@@ -27,11 +27,13 @@ namespace kvmanager {
 
 class ShownSlabs {
  public:
-  static constexpr size_t kLooksMax = 16;                     // slabs that one TakeBack looks at: less than 0.1 ms
-  static constexpr int64_t kMapWithinNs = 10'000'000'000;     // what was bound ahead of need is mapped by then
-  static constexpr uint64_t kFreeBesideCleaning = 1;          // slabs that whoever needs one finds meanwhile
-  static constexpr size_t kRecallsMax = 64;                   // slabs that one Recalled names
-  static constexpr uint64_t kAloneNumerator = 7, kParts = 8;  // of the pool, for a payer who has all that is used
+  static constexpr size_t kLooksMax = 16;                       // slabs that one TakeBack looks at: less than 0.1 ms
+  static constexpr size_t kBindLooks = 128, kLooksOfPiece = 8;  // that Bind looks at first, and in one piece of it
+  static constexpr size_t kBindsOfPiece = 16;                   // that one piece binds
+  static constexpr int64_t kMapWithinNs = 10'000'000'000;       // what was bound ahead of need is mapped by then
+  static constexpr uint64_t kFreeBesideCleaning = 1;            // slabs that whoever needs one finds meanwhile
+  static constexpr size_t kRecallsMax = 64;                     // slabs that one Recalled names
+  static constexpr uint64_t kAloneNumerator = 7, kParts = 8;    // of the pool, for a payer who has all that is used
 
   /// regions: [slabs], or empty: nothing is shown. clock: nullptr: no time passes between Bind and TakeBack, and what
   /// is shown was so for long. All outlive this.
@@ -53,6 +55,16 @@ class ShownSlabs {
   /// 7/8 of the pool while nobody else has some. Those that nobody maps within kMapWithinNs are taken back. Returns all
   /// slabs that ShowBound shows. Errors: FAILED_PRECONDITION (nothing is shown here).
   absl::StatusOr<std::vector<uint32_t>> Bind(TenantId tenant, uint64_t bytes);
+  /// The same in pieces, between which others may do anything.
+  struct Binding {
+    TenantId tenant = 0;
+    uint64_t bytes = 0;
+    size_t looks = 0;  // that are left
+  };
+  absl::StatusOr<Binding> BeginBind(TenantId tenant, uint64_t bytes) const;
+  /// Less than 0.1 ms. False: that was the last piece.
+  bool BindSome(Binding* binding);
+  std::vector<uint32_t> BoundTo(TenantId tenant) const;  // what Bind returns
   /// A descriptor to read a slab by that is bound to this tenant, in use or not; the caller's. Errors:
   /// FAILED_PRECONDITION, UNAVAILABLE.
   absl::StatusOr<int> ShowBound(TenantId tenant, uint32_t slab);
@@ -103,6 +115,7 @@ class ShownSlabs {
     lacking_ = account.payer;
   }
   void Add(uint32_t slab, bool ahead) { shown_.push_back({slab, NowNs(), ahead}); }
+  void LookAt(size_t looks);
   /// Looks at the next one of shown_. True: it is as others.
   bool TakeBackNext();
 

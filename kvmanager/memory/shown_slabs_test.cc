@@ -187,6 +187,30 @@ TEST(ShownSlabs, HowManySlabsMayBeBound) {
   EXPECT_EQ(pool->free_slabs(), 16u);
 }
 
+TEST(ShownSlabs, ManySlabsAreBoundInPieces) {
+  const auto pool = MakePool(128 * kMiB);
+  ShownSlabs& shown = *pool->shown();
+  std::vector<PageId> own;
+  for (int i = 0; i < 20; ++i) own.push_back(pool->Allocate(1, 2 * kMiB).value());
+  auto binding = shown.BeginBind(1, 84 * kMiB).value();
+  int pieces = 1;
+  for (size_t before = 0; shown.BindSome(&binding); before = shown.count(), ++pieces) {
+    EXPECT_LE(shown.count() - before, ShownSlabs::kBindsOfPiece);
+    pool->CheckInvariants();
+  }
+  EXPECT_EQ(pieces, 3);
+  EXPECT_EQ(shown.BoundTo(1).size(), 42u);
+  // Who binds looks first for what nobody maps, in pieces too.
+  binding = shown.BeginBind(2, 0).value();
+  pieces = 1;
+  for (size_t before = 42; shown.BindSome(&binding); before = shown.count(), ++pieces) {
+    EXPECT_LE(before - shown.count(), ShownSlabs::kLooksOfPiece);
+  }
+  EXPECT_EQ(pieces, 7);
+  EXPECT_EQ(shown.count(), 0u);
+  for (const PageId id : own) pool->Free(id);
+}
+
 TEST(ShownSlabs, BoundSlabsThatNobodyMapsAreTakenBack) {
   ManualClock clock;
   PagePool::Options options;

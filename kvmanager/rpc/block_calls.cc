@@ -11,8 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/rpc/block_lease.h"
-#include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/load_blocks.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/slab_service.h"
@@ -218,11 +216,15 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::BindSlabs(const std::shared_ptr<Se
                                                         const BoundCache& bound, BindSlabsContext& context) const {
   KV_RETURN_IF_ERROR(CheckAccepting());
   KV_RETURN_IF_ERROR(CheckMaps(*session));
-  KV_ASSIGN_OR_RETURN(const std::vector<uint32_t> slabs,
-                      parts_.store->caches().BindSlabs(bound.cache.id, context.getParams().getBytes()));
-  auto list = context.getResults().initSlabs(static_cast<uint32_t>(slabs.size()));
-  for (uint32_t i = 0; i < slabs.size(); ++i) list.set(i, slabs[i]);
-  return Done();
+  KV_ASSIGN_OR_RETURN(auto made, parts_.store->caches().BeginBind(bound.cache.id, context.getParams().getBytes()));
+  const std::shared_ptr<SlabBinding> binding = std::move(made);
+  return InTurns(session, Method::kMapBlocks, parts_.turns, bound.cache.owner, [binding] { return binding->DoPiece(); })
+      .then([session, binding, context]() mutable {
+        const absl::StatusOr<std::vector<uint32_t>> slabs = binding->result();
+        if (!slabs.ok()) return ServeError(*session, Method::kMapBlocks, slabs.status(), context);
+        auto list = context.getResults().initSlabs(static_cast<uint32_t>(slabs->size()));
+        for (uint32_t i = 0; i < slabs->size(); ++i) list.set(i, (*slabs)[i]);
+      });
 }
 
 absl::StatusOr<kj::Promise<void>> BlockCalls::MapSlab(const std::shared_ptr<Session>& session, const BoundCache& bound,
@@ -273,14 +275,18 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<S
   KV_ASSIGN_OR_RETURN(auto reads,
                       parts_.store->caches().ReadBlocks(cache, request.getFirstBlock(), names,
                                                         {range.bytes.size(), limits::kTensorAlign, mapped}));
+  std::shared_ptr<const void> pages_place;
+  if (mapped) {
+    KV_ASSIGN_OR_RETURN(pages_place, ReserveMappedPages(session, reads->pages().size()));
+  }
   auto reading = std::make_shared<Reading>(session->FindArena(range.arena), std::move(reads));
   reading->SetRange(range.bytes.data());
   context.releaseParams();
   const int64_t start_ns = parts_.clock->NowNs();
-  auto answer = [this, reading, session, lease_place, context, owner, mapped, start_ns]() mutable {
+  auto answer = [this, reading, session, lease_place, pages_place, context, owner, mapped, start_ns]() mutable {
     auto reply = context.getResults().initReply();
     if (auto held = reading->WriteReply(reply, mapped)) {
-      reply.setLease(MakeLease(session, std::move(lease_place), owner, std::move(held)));
+      reply.setLease(MakeLease(session, std::move(lease_place), owner, {std::move(held), std::move(pages_place)}));
     }
     parts_.metrics->read_seconds.Observe(double(parts_.clock->NowNs() - start_ns) * 1e-9);
     parts_.metrics->read_bytes.Increment(double(reply.getBytes()));
@@ -294,12 +300,12 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<S
 
 api::BlocksLease::Client BlockCalls::MakeLease(const std::shared_ptr<Session>& session,
                                                std::shared_ptr<const void> place, WorkerPool::Owner owner,
-                                               std::unique_ptr<BlockReads> held) const {
+                                               BlockLeaseService::Held held) const {
+  const BlockLeaseService::Parts parts{parts_.workers, parts_.queue, parts_.disposals, parts_.timer, parts_.lease_ms};
   if (parts_.disposals == nullptr) {
-    return kj::heap<BlockLeaseService>(session, std::move(place), parts_.workers, parts_.queue, owner, std::move(held));
+    return kj::heap<BlockLeaseService>(session, std::move(place), parts, owner, std::move(held));
   }
-  return parts_.disposals->Make<BlockLeaseService>(session, std::move(place), parts_.workers, parts_.queue, owner,
-                                                   std::move(held));
+  return parts_.disposals->Make<BlockLeaseService>(session, std::move(place), parts, owner, std::move(held));
 }
 
 absl::StatusOr<kj::Promise<void>> BlockCalls::Write(const std::shared_ptr<Session>& session, const BoundCache& bound,

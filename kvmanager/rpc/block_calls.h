@@ -17,7 +17,9 @@
 #include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/handoff/drain_switch.h"
+#include "kvmanager/rpc/block_lease.h"
 #include "kvmanager/rpc/disposals.h"
+#include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
@@ -51,6 +53,8 @@ class BlockCalls {
     TakingTurns* turns = nullptr;
     Maps maps = Maps::kNobody;
     Disposals* disposals = nullptr;  // where leases end; nullptr: at once
+    kj::Timer* timer = nullptr;      // of the loop, by which leases end by themselves; nullptr: they do not
+    int64_t lease_ms = limits::kBlockLeaseMs;
   };
 
   explicit BlockCalls(const Parts& parts) : parts_(parts) {}
@@ -67,7 +71,7 @@ class BlockCalls {
   absl::StatusOr<kj::Promise<void>> Write(const std::shared_ptr<Session>& session, const BoundCache& bound,
                                           WriteBlocksContext& context) const;
   /// Slabs for the cache's tenant ahead of need, and a descriptor of one. Errors: Read's of `mapped`,
-  /// CacheDirectory::BindSlabs's and ShowSlab's.
+  /// CacheDirectory::BeginBind's and ShowSlab's.
   absl::StatusOr<kj::Promise<void>> BindSlabs(const std::shared_ptr<Session>& session, const BoundCache& bound,
                                               BindSlabsContext& context) const;
   absl::StatusOr<kj::Promise<void>> MapSlab(const std::shared_ptr<Session>& session, const BoundCache& bound,
@@ -83,7 +87,7 @@ class BlockCalls {
   absl::Status CheckMaps(const Session& session) const;
 
   api::BlocksLease::Client MakeLease(const std::shared_ptr<Session>& session, std::shared_ptr<const void> place,
-                                     WorkerPool::Owner owner, std::unique_ptr<BlockReads> held) const;
+                                     WorkerPool::Owner owner, BlockLeaseService::Held held) const;
 
   class Copying;
   class Reading;

@@ -159,8 +159,9 @@ class BlockCallsTest : public testing::CallsTest {
   uint32_t arena_ = 0;
   BlockCallMetrics call_metrics_{&metrics_};
   TakingTurns turns_{&queue_};
-  const BlockCalls calls_{
-      {&store(), &*workers_, &queue_, &clock_, &drain_, &call_metrics_, &turns_, BlockCalls::Maps::kEverybody}};
+  const BlockCalls::Parts call_parts_{&store(), &*workers_,     &queue_, &clock_,
+                                      &drain_,  &call_metrics_, &turns_, BlockCalls::Maps::kEverybody};
+  const BlockCalls calls_{call_parts_};
 };
 
 TEST_F(BlockCallsTest, WhatIsWrittenIsRead) {
@@ -296,10 +297,46 @@ TEST_F(BlockCallsTest, ALeaseEndsWithItsCapability) {
   Store(text, 4);
   auto call = Read(text, 0, 4, AskForMapping);
   EXPECT_EQ(*store().caches().Purge(cache()), 0u);
-  EXPECT_EQ(store().report().Use().lease_pages, 4u * config_.layers);
+  EXPECT_EQ(store().report().Use().mapped_pages, 4u * config_.layers);
+  EXPECT_EQ(uses_.Most().mapped_pages, 4u * config_.layers);
+  EXPECT_EQ(store().report().Use().lease_pages, 0u);  // calls of others go on
   call = nullptr;
   loop_.RunReady();
-  EXPECT_EQ(store().report().Use().lease_pages, 0u);
+  EXPECT_EQ(store().report().Use().mapped_pages, 0u);
+  EXPECT_EQ(uses_.Most().mapped_pages, 0u);
+  EXPECT_EQ(*store().caches().Purge(cache()), 4u);
+}
+
+TEST_F(BlockCallsTest, ALeaseEndsByItself) {
+  Open();
+  const Text text = MakeText(4 * kPage);
+  Store(text, 4);
+  BlockCalls::Parts parts = call_parts_;
+  TurnWatch watch(&metrics_);
+  Disposals disposals(&turns_, &watch);
+  parts.timer = &loop_.timer();
+  parts.lease_ms = 20;
+  for (Disposals* const where : {static_cast<Disposals*>(nullptr), &disposals}) {
+    parts.disposals = where;
+    const BlockCalls calls(parts);
+    server_->on_read_blocks = [&](ReadBlocksContext& context) { return calls.Read(session_, *bound_, context); };
+    auto released = Read(text, 0, 4, AskForMapping), kept = Read(text, 0, 4, AskForMapping);
+    auto first = released->reply().getLease(), second = kept->reply().getLease();
+    const uint32_t slab = static_cast<uint32_t>(PlacedAt(kept->reply(), 0).slab);
+    EXPECT_EQ(Release(first), absl::StatusCode::kOk);
+    EXPECT_EQ(MapStatus(second, slab), absl::StatusCode::kOk);
+    EXPECT_EQ(store().report().Use().mapped_pages, 4u * config_.layers);
+    EXPECT_EQ(*store().caches().Purge(cache()), 0u);
+    loop_.Run([&] { return store().report().Use().mapped_pages == 0; });
+    EXPECT_EQ(uses_.Most().mapped_pages, 0u);
+    EXPECT_EQ(uses_.Most().block_leases, 2u);
+    // Who copied all the while learns that it may have copied anything.
+    EXPECT_EQ(Release(second), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(Release(second, 1), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(MapStatus(second, slab), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(Release(first), absl::StatusCode::kFailedPrecondition);
+  }
+  loop_.RunReady();
   EXPECT_EQ(*store().caches().Purge(cache()), 4u);
 }
 

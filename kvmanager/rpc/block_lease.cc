@@ -15,19 +15,32 @@ constexpr uint32_t kIntact = UINT32_MAX;
 }  // namespace
 
 BlockLeaseService::BlockLeaseService(std::shared_ptr<Session> session, std::shared_ptr<const void> place,
-                                     WorkerPool* workers, MessageQueue* queue, WorkerPool::Owner owner,
-                                     std::unique_ptr<BlockReads> reads)
+                                     const Parts& parts, WorkerPool::Owner owner, Held held)
     : session_(std::move(session)),
       place_(std::move(place)),
-      workers_(workers),
-      queue_(queue),
+      parts_(parts),
       owner_(owner),
-      reads_(std::move(reads)) {}
+      reads_(held.reads.release(), [pages = std::move(held.pages)](BlockReads* reads) { delete reads; }) {
+  if (parts_.timer == nullptr) return;
+  ending_ = parts_.timer->afterDelay(parts_.ms * kj::MILLISECONDS).then([this] { End(); }).eagerlyEvaluate(nullptr);
+}
 
 absl::Status BlockLeaseService::CheckHeld() const {
+  if (over_) {
+    return absl::UnavailableError(
+        absl::StrCat("the lease ended after ", parts_.ms, " ms: its pages are not held any more"));
+  }
   if (reads_ == nullptr) return absl::FailedPreconditionError("the lease was released before");
   return reads_->closed() ? absl::UnavailableError("the daemon ends: the pages are not held any more")
                           : absl::OkStatus();
+}
+
+void BlockLeaseService::End() {
+  if (reads_ == nullptr) return;
+  over_ = true;
+  if (parts_.disposals == nullptr) return static_cast<void>(reads_ = nullptr);
+  // Many may end at once: in turns.
+  parts_.disposals->Make<std::shared_ptr<BlockReads>>(std::exchange(reads_, nullptr));
 }
 
 kj::Promise<void> BlockLeaseService::release(ReleaseContext context) {
@@ -50,7 +63,7 @@ kj::Promise<void> BlockLeaseService::release(ReleaseContext context) {
     auto comparing = std::make_shared<Comparing>();
     comparing->page = block * layers;
     comparing->end = comparing->page + layers;
-    return OnWorkerInTurns(workers_, queue_, WorkerPool::Priority::kAttend, owner_,
+    return OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, owner_,
                            [reads, comparing] {
                              if (comparing->page == comparing->end) return false;
                              comparing->intact = reads->Compare(comparing->page++);

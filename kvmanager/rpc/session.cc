@@ -73,23 +73,32 @@ absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<S
 
 namespace {
 
-absl::StatusOr<std::shared_ptr<const void>> Reserve(const std::shared_ptr<Session>& session, size_t* held, size_t most,
-                                                    const char* field) {
-  if (*held >= most) {
-    return FieldError(absl::StatusCode::kResourceExhausted, field, absl::StrCat(*held), absl::StrCat("below ", most));
+absl::StatusOr<std::shared_ptr<const void>> Reserve(const std::shared_ptr<Session>& session, uint64_t* held,
+                                                    uint64_t count, uint64_t most, const char* field) {
+  if (count > most - *held) {
+    return FieldError(absl::StatusCode::kResourceExhausted, field,
+                      count == 1 ? absl::StrCat(*held) : absl::StrCat(*held, " and ", count, " more"),
+                      absl::StrCat(count == 1 ? "below " : "at most ", most));
   }
-  ++*held;
-  return std::shared_ptr<const void>(session.get(), [session, held](const void*) { --*held; });
+  *held += count;
+  return std::shared_ptr<const void>(session.get(), [session, held, count](const void*) { *held -= count; });
 }
 
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session) {
-  return Reserve(session, &session->block_leases_, limits::kBlockLeasesMax, "leases on blocks of this connection");
+  return Reserve(session, &session->use_->block_leases, 1, limits::kBlockLeasesMax,
+                 "leases on blocks of this connection");
+}
+
+absl::StatusOr<std::shared_ptr<const void>> ReserveMappedPages(const std::shared_ptr<Session>& session,
+                                                               uint64_t pages) {
+  return Reserve(session, &session->use_->mapped_pages, pages, limits::kMappedPagesHeldMax,
+                 "pages under leases on blocks of this connection");
 }
 
 absl::StatusOr<std::shared_ptr<const void>> ReserveSlab(const std::shared_ptr<Session>& session) {
-  return Reserve(session, &session->slabs_, limits::kSlabsHeldMax, "descriptors of slabs of this connection");
+  return Reserve(session, &session->slabs_, 1, limits::kSlabsHeldMax, "descriptors of slabs of this connection");
 }
 
 uint32_t Session::AddArena(std::shared_ptr<Region> region) {

@@ -136,6 +136,8 @@ class Session {
  private:
   friend absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<Session>& session);
   friend absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session);
+  friend absl::StatusOr<std::shared_ptr<const void>> ReserveMappedPages(const std::shared_ptr<Session>& session,
+                                                                        uint64_t pages);
   friend absl::StatusOr<std::shared_ptr<const void>> ReserveSlab(const std::shared_ptr<Session>& session);
 
   /// Who pays for arenas; over TCP nobody shares memory with this host.
@@ -150,7 +152,7 @@ class Session {
   SessionUses::Entry use_;
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
   size_t let_go_ = 0;  // of them
-  size_t block_leases_ = 0, slabs_ = 0;
+  uint64_t slabs_ = 0;
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
   SessionGpus gpus_;
   SessionMessages messages_;
@@ -163,6 +165,8 @@ class Session {
 absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<Session>& session);
 /// The same for a lease on blocks that are read where they lie.
 absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session);
+/// The same for the pages of such a lease.
+absl::StatusOr<std::shared_ptr<const void>> ReserveMappedPages(const std::shared_ptr<Session>& session, uint64_t pages);
 /// The same for the descriptor of a slab.
 absl::StatusOr<std::shared_ptr<const void>> ReserveSlab(const std::shared_ptr<Session>& session);
 

@@ -190,5 +190,19 @@ TEST_F(SessionTest, CallsAndErrorsAreRecorded) {
   EXPECT_EQ(errors[0].field, "tokens");
 }
 
+TEST_F(SessionTest, PagesUnderItsLeasesAreBounded) {
+  const std::shared_ptr<Session> session = MakeSession(), other = MakeSession();
+  auto most = ReserveMappedPages(session, limits::kMappedPagesHeldMax);
+  ASSERT_TRUE(most.ok()) << most.status();
+  EXPECT_EQ(uses_.Most().mapped_pages, limits::kMappedPagesHeldMax);
+  EXPECT_EQ(DetailOf(ReserveMappedPages(session, 2).status()).bound,
+            absl::StrCat("at most ", limits::kMappedPagesHeldMax));
+  EXPECT_TRUE(ReserveMappedPages(session, 0).ok());
+  EXPECT_TRUE(ReserveMappedPages(other, 2).ok());
+  most->reset();
+  EXPECT_EQ(uses_.Most().mapped_pages, 0u);
+  EXPECT_TRUE(ReserveMappedPages(session, 2).ok());
+}
+
 }  // namespace
 }  // namespace kvmanager

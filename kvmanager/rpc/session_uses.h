@@ -12,10 +12,11 @@ namespace kvmanager {
 
 /// Of one connection, or the most that any has of each.
 struct SessionUse {
-  uint64_t sequences = 0;    // limits::kSequencesMax
-  uint64_t arenas = 0;       // limits::kArenasMax, on GPUs too
-  uint64_t arena_bytes = 0;  // limits::kArenaBytesTotalMax
-  uint64_t caches = 0;       // limits::kCachesHeldMax
+  uint64_t sequences = 0;                       // limits::kSequencesMax
+  uint64_t arenas = 0;                          // limits::kArenasMax, on GPUs too
+  uint64_t arena_bytes = 0;                     // limits::kArenaBytesTotalMax
+  uint64_t caches = 0;                          // limits::kCachesHeldMax
+  uint64_t block_leases = 0, mapped_pages = 0;  // limits::kBlockLeasesMax, kMappedPagesHeldMax
 };
 
 class SessionUses {
@@ -47,6 +48,8 @@ class SessionUses {
       most.arenas = std::max(most.arenas, entry->use_.arenas);
       most.arena_bytes = std::max(most.arena_bytes, entry->use_.arena_bytes);
       most.caches = std::max(most.caches, entry->use_.caches);
+      most.block_leases = std::max(most.block_leases, entry->use_.block_leases);
+      most.mapped_pages = std::max(most.mapped_pages, entry->use_.mapped_pages);
     }
     return most;
   }

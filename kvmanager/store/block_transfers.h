@@ -3,6 +3,7 @@
 //
 //   BlockReads    found blocks, whose pages are copied out, or read where they lie by a process that maps them
 //   BlockWrites   slots for new blocks, which get their names once their bytes are in place
+//   SlabBinding   slabs that such a process maps before it reads
 //
 // A page has one form: encoded, or raw where the codec keeps it raw or declined it. Pages are listed block by block,
 // and of a block layer by layer. Leases are made and destroyed on the store's thread, perhaps after the store has
@@ -12,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -23,6 +25,10 @@ namespace kvmanager {
 
 /// Pages of one transfer: enough that a call costs little, few enough for one turn of the store's thread.
 constexpr size_t kTransferPagesMax = 16384;
+/// Of pages that clients read where they lie, under all of their leases, each time that one has it: 60 bytes. And of
+/// one payer's, so that another finds room.
+constexpr uint64_t kMappedPagesMax = 1 << 22;
+constexpr uint64_t kTenantMappedPagesMax = kMappedPagesMax / 2;
 
 /// Where the bytes of a page are.
 struct StoredPage {
@@ -44,6 +50,17 @@ struct ReadRoom {
 struct ShownSlab {
   int fd = -1;  // the receiver's
   uint64_t bytes = 0;
+};
+
+/// Slabs that become a tenant's ahead of need, in pieces that each take less than a turn of the event loop. Made, used
+/// and destroyed on the store's thread, perhaps destroyed after the store has closed.
+class SlabBinding {
+ public:
+  virtual ~SlabBinding() = default;
+  /// Binds the next ones. False: that was the last piece.
+  virtual bool DoPiece() = 0;
+  /// After the last piece: all that are bound. Errors: UNAVAILABLE (the store has closed).
+  virtual absl::StatusOr<std::vector<uint32_t>> result() const = 0;
 };
 
 class BlockReads {

@@ -116,7 +116,7 @@ class CacheDirectory {
                                                                    absl::Span<const uint8_t> raw) = 0;
   /// For a cache in host memory: slabs of its tenant, ahead of need, and a descriptor of one of them (ShownSlabs::Bind
   /// and ShowBound). Errors: theirs; NOT_FOUND; FAILED_PRECONDITION naming `device`.
-  virtual absl::StatusOr<std::vector<uint32_t>> BindSlabs(CacheId cache, uint64_t bytes) = 0;
+  virtual absl::StatusOr<std::unique_ptr<SlabBinding>> BeginBind(CacheId cache, uint64_t bytes) = 0;
   virtual absl::StatusOr<ShownSlab> ShowSlab(CacheId cache, uint32_t slab) = 0;
   /// Drops published blocks that nothing pins, of one cache or of all, in every memory and on the disk, and closes
   /// caches that are then empty and have no sequence. Returns the number of blocks, each counted wherever it was.

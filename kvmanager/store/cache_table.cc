@@ -300,7 +300,7 @@ absl::StatusOr<std::unique_ptr<BlockReads>> CacheTable::ReadBlocks(CacheId id, u
                                                                    absl::Span<const BlockName> names,
                                                                    const ReadRoom& room) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindForTransfer(id, first, names.size()));
-  return MakeBlockReads({parts_.blocks, parts_.lease_pages, parts_.alive}, cache, first, names, room);
+  return MakeBlockReads({parts_.blocks, parts_.mapped_pages, parts_.alive}, cache, first, names, room);
 }
 
 absl::StatusOr<std::unique_ptr<BlockWrites>> CacheTable::WriteBlocks(CacheId id, uint32_t first,
@@ -311,9 +311,27 @@ absl::StatusOr<std::unique_ptr<BlockWrites>> CacheTable::WriteBlocks(CacheId id,
   return MakeBlockWrites({parts_.blocks, parts_.metrics, parts_.alive}, cache, first, names, raw);
 }
 
-absl::StatusOr<std::vector<uint32_t>> CacheTable::BindSlabs(CacheId id, uint64_t bytes) {
-  KV_ASSIGN_OR_RETURN(const auto cache, FindForTransfer(id));
-  return cache->tier->pool()->shown()->Bind(cache->tenant, bytes);
+absl::StatusOr<std::unique_ptr<SlabBinding>> CacheTable::BeginBind(CacheId id, uint64_t bytes) {
+  class Binding final : public SlabBinding {
+   public:
+    Binding(std::shared_ptr<Cache> cache, const ShownSlabs::Binding& binding, std::weak_ptr<const bool> alive)
+        : cache_(std::move(cache)), binding_(binding), alive_(std::move(alive)) {}
+    bool DoPiece() override { return !alive_.expired() && shown().BindSome(&binding_); }
+    absl::StatusOr<std::vector<uint32_t>> result() const override {
+      if (alive_.expired()) return absl::UnavailableError("the daemon ends");
+      return shown().BoundTo(cache_->tenant);
+    }
+
+   private:
+    ShownSlabs& shown() const { return *cache_->tier->pool()->shown(); }
+
+    const std::shared_ptr<Cache> cache_;
+    ShownSlabs::Binding binding_;
+    const std::weak_ptr<const bool> alive_;
+  };
+  KV_ASSIGN_OR_RETURN(auto cache, FindForTransfer(id));
+  KV_ASSIGN_OR_RETURN(const auto binding, cache->tier->pool()->shown()->BeginBind(cache->tenant, bytes));
+  return std::make_unique<Binding>(std::move(cache), binding, parts_.alive);
 }
 
 absl::StatusOr<ShownSlab> CacheTable::ShowSlab(CacheId id, uint32_t slab) {

@@ -34,7 +34,7 @@ class CacheTable final : public CacheDirectory {
     const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
     BlockIndex* blocks = nullptr;
     Tenants* tenants = nullptr;
-    LeasePages* lease_pages = nullptr;
+    LeasePages* mapped_pages = nullptr;
     BlockDisk* disk = nullptr;  // nullptr: there is none
     const Clock* clock = nullptr;
     std::function<uint64_t(const CacheDigest*)> before_purge;  // of one cache, or of all: what goes besides
@@ -86,11 +86,12 @@ class CacheTable final : public CacheDirectory {
   static absl::Status CheckNames(absl::Span<const BlockName> names);
   const std::map<CacheId, std::shared_ptr<Cache>>& all() const { return caches_; }
   const OwnerCounts<PayerId>& of_payers() const { return of_payer_; }  // how many of them
+  const LeasePages& mapped_pages() const { return *parts_.mapped_pages; }
   void CheckInvariants() const;
 
  private:
   // For whom it is a CacheDirectory alone.
-  absl::StatusOr<std::vector<uint32_t>> BindSlabs(CacheId cache, uint64_t bytes) override;
+  absl::StatusOr<std::unique_ptr<SlabBinding>> BeginBind(CacheId cache, uint64_t bytes) override;
   absl::StatusOr<ShownSlab> ShowSlab(CacheId cache, uint32_t slab) override;
 
   /// Room for one more cache of a payer. Errors: RESOURCE_EXHAUSTED.

@@ -44,7 +44,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
                  [this](Block* block) { BeforeUnname(block); }, [this](Block* block) { recovery_.Record(block); }}),
         payers_(&tiers_),
         tenants_(&payers_),
-        caches_({registry, metrics, &tiers_, &blocks_, &tenants_, &lease_pages_, disk, clock,
+        caches_({registry, metrics, &tiers_, &blocks_, &tenants_, &mapped_pages_, disk, clock,
                  [this](const CacheDigest* of) { return BeforePurge(of); },
                  [this](const std::shared_ptr<Cache>& cache) { recovery_.NoteOpened(cache); }, alive_}),
         recovery_({manifest, pool, tiers_[0].get(), metrics, &tenants_, &caches_, &blocks_}),
@@ -216,7 +216,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   BlockIndex blocks_;
   Payers payers_;
   Tenants tenants_;
-  LeasePages lease_pages_;
+  LeasePages lease_pages_{LeasePages::kCalls}, mapped_pages_{LeasePages::kMapped};
   CacheTable caches_;
   Recovery recovery_;
   EncodeJobs encodes_;

@@ -28,6 +28,7 @@ struct StoreUse {
   uint64_t tenant_sequences = 0, tenant_shared_blocks = 0;  // of the payer who has most of each
   uint64_t tenant_lease_pages = 0, tenant_caches = 0;       // likewise
   uint64_t lease_pages = 0;                                 // kLeasePagesMax
+  uint64_t mapped_pages = 0, tenant_mapped_pages = 0;       // kMappedPagesMax, kTenantMappedPagesMax
   uint64_t sent_pages = 0, tenant_sent_pages = 0;           // kSentPagesMax, kTenantSentPagesMax
   uint64_t unwritten_blocks = 0;  // published in host memory, and on their way to the disk or waiting for that
 };

@@ -146,6 +146,43 @@ TEST_F(TenantLimitsTest, HalfOfAllPagesThatCallsRead) {
   EXPECT_EQ(store().report().Use().tenant_lease_pages, 0u);
 }
 
+TEST_F(TenantLimitsTest, HalfOfAllPagesThatClientsReadWhereTheyLie) {
+  pool_bytes_ = 64 << 20;
+  constexpr int kBlocks = kTransferPagesMax;
+  struct Of {
+    CacheId cache;
+    std::vector<BlockName> names;
+  };
+  const auto make = [this](const std::string& tenant) {
+    CacheConfig config = MakeConfig("raw", 0, tenant, 1);
+    config.layout.kv_heads = config.query_heads = 1;
+    config.layout.head_dim = 16;
+    const Of of{test().Open(config), Names(test().Open(config), MakeText(kBlocks * kPage), kBlocks)};
+    const SequenceId sequence = Create(of.cache);
+    const std::vector<uint8_t> zeros(kBlocks * kPage * 32);
+    const AppendEntry append{sequence, 0, kBlocks * kPage, zeros.data(), zeros.data()};
+    EXPECT_TRUE(store().Append(of.cache, 0, {&append, 1}).ok());
+    EXPECT_TRUE(store().Publish(sequence, of.names).ok());
+    store().Drop(sequence);
+    return of;
+  };
+  const auto read = [this](const Of& of, size_t blocks) {
+    return store().caches().ReadBlocks(of.cache, 0, absl::MakeConstSpan(of.names).subspan(0, blocks),
+                                       {UINT64_MAX, 64, /*mapped=*/true});
+  };
+  const Of busy = make("busy"), other = make("other");
+  std::vector<std::unique_ptr<BlockReads>> leases;
+  for (uint64_t pages = 0; pages < kTenantMappedPagesMax; pages += kBlocks)
+    leases.push_back(read(busy, kBlocks).value());
+  EXPECT_EQ(store().report().Use().tenant_mapped_pages, kTenantMappedPagesMax);
+  EXPECT_EQ(DetailOf(read(busy, 1).status()).field, "pages that this tenant reads where they lie");
+  EXPECT_TRUE(read(other, 1).ok());
+  leases.pop_back();
+  EXPECT_TRUE(read(busy, 1).ok());
+  leases.clear();
+  EXPECT_EQ(store().report().Use().mapped_pages, 0u);
+}
+
 TEST_F(TenantLimitsTest, BlocksThatForksShare) {
   constexpr int kBlocks = 1024;
   constexpr size_t kForks = SequenceTable::kTenantSharedBlocksMax / kBlocks;

@@ -109,7 +109,10 @@ TEST_F(TenantSharesTest, ANewcomerTakesItsShareOfAFullPool) {
 // Blocks are evicted for nobody while slabs hold nothing that no process maps any more.
 TEST_F(TenantSharesTest, WhatNobodyMapsIsTakenBackBeforeBlocksAreEvicted) {
   const CacheId a = Open("uid:1/a"), b = Open("uid:2/b");
-  const std::vector<uint32_t> bound = store().caches().BindSlabs(a, 40 * kSlabBytes).value();
+  const auto binding = store().caches().BeginBind(a, 40 * kSlabBytes).value();
+  while (binding->DoPiece()) {
+  }
+  const std::vector<uint32_t> bound = *binding->result();
   ASSERT_EQ(bound.size(), 40u);
   std::vector<int> open;
   for (const uint32_t slab : bound) open.push_back(store().caches().ShowSlab(a, slab)->fd);
