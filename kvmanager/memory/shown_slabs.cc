@@ -130,7 +130,10 @@ absl::StatusOr<int> ShownSlabs::ShowBound(TenantId tenant, uint32_t slab) {
   if (slab >= regions_.size() || !bindings.IsBoundTo(slab, tenant) || !bindings.IsShowable(slab)) {
     return absl::FailedPreconditionError("the slab is not bound to this tenant");
   }
-  return regions_[slab]->OpenForReading();
+  KV_ASSIGN_OR_RETURN(const int fd, regions_[slab]->OpenForReading());
+  // From now on it has readers.
+  std::find_if(shown_.begin(), shown_.end(), [&](const Shown& each) { return each.slab == slab; })->ahead = false;
+  return fd;
 }
 
 std::vector<uint32_t> ShownSlabs::Recalled(TenantId tenant) {

@@ -229,6 +229,11 @@ TEST(ShownSlabs, BoundSlabsThatNobodyMapsAreTakenBack) {
   EXPECT_EQ(pool->shown()->count(), 1u);
   EXPECT_EQ(pool->shown()->ShowBound(1, bound[1]).status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(pool->free_slabs(), 3u);
+  // One that was mapped is so as soon as nobody maps it any more.
+  const auto again = pool->shown()->Bind(1, 4 * kMiB).value();
+  for (const uint32_t slab : again) MapBound(*pool, 1, slab);
+  pool->shown()->TakeBack();
+  EXPECT_EQ(pool->shown()->count(), 1u);
 }
 
 TEST(ShownSlabs, NobodyGivesWhatLiesInBoundSlabs) {
