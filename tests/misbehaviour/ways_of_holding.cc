@@ -133,6 +133,66 @@ void UnclaimedBlobs(Offence& offence) {
   }
 }
 
+// The slabs that it can have, of which it keeps descriptors; kBlocks published blocks lie there.
+struct Slabs {
+  static constexpr int kBlocks = 96;
+
+  explicit Slabs(Offender& of) : a(of), cache(a.OpenCache(OneLayer())) {
+    std::vector<uint32_t> bound;
+    a.Begin(BindRequest(), [&](auto& response) {
+      for (const uint32_t slab : response.getSlabs()) bound.push_back(slab);
+    });
+    a.Room(1);
+    for (const uint32_t slab : bound) {
+      if (a.Room(16)) Keep(cache, slab);
+    }
+    Offender::Made made = a.Create(cache);
+    a.Append(cache, made.id, 0, kBlocks * 64);
+    auto request = made.sequence.publishRequest();
+    FillNames(request.initNames(kBlocks), 0);
+    a.Call(kj::mv(request));
+  }
+  capnp::Request<api::Cache::BindSlabsParams, api::Cache::BindSlabsResults> BindRequest() {
+    auto request = cache.bindSlabsRequest();
+    request.setBytes(kPoolBytes);
+    return request;
+  }
+  /// From a cache or a lease.
+  template <typename From>
+  void Keep(From& from, uint32_t slab) {
+    auto request = from.mapSlabRequest();
+    request.setSlab(slab);
+    a.Begin(kj::mv(request), [this](auto& response) { kept.push_back(response.getSlab()); });
+  }
+
+  Offender& a;
+  api::Cache::Client cache;
+  std::vector<api::Slab::Client> kept;
+};
+
+void LeasesAndSlabs(Offence& offence) {
+  Offender a(offence);
+  Slabs slabs(a);
+  std::vector<api::BlocksLease::Client> leases;
+  while (a.Room(64)) {
+    auto request = slabs.cache.readBlocksRequest();
+    FillNames(request.initRequest().initNames(Slabs::kBlocks), 0);
+    request.getRequest().setMapped(true);
+    a.Begin(kj::mv(request), [&](auto& response) {
+      const auto reply = response.getReply();
+      if (!reply.hasLease()) return;
+      leases.push_back(reply.getLease());
+      slabs.Keep(leases.back(), reply.getPlaces()[0]);  // of a number below 64
+    });
+  }
+}
+
+void SlabBindings(Offence& offence) {
+  Offender a(offence);
+  Slabs slabs(a);
+  while (a.Room(64)) a.Begin(slabs.BindRequest());
+}
+
 // What an operator's tool asks for, while an engine, another process, holds as much as it may.
 void Listings(Offence& offence) {
   InChild(offence, kHoldMs, [](Offence& of_child) {
@@ -168,6 +228,8 @@ constexpr Way kWays[] = {
     {"other_caches", "caches of ever other models opened and never dropped", OtherCaches},
     {"arenas", "arenas of 64 MiB opened and dropped", Arenas},
     {"unclaimed_blobs", "hand-offs to the daemon itself with a MiB that nobody claims", UnclaimedBlobs},
+    {"leases_and_slabs", "slabs mapped and blocks leased as far as it goes, and never released", LeasesAndSlabs},
+    {"slab_bindings", "slabs mapped as far as it goes, and more asked for again and again", SlabBindings},
     {"listings", "an operator lists 8,192 sequences again and again", Listings},
 };
 
