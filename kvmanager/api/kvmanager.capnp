@@ -197,11 +197,11 @@ struct BlocksReply {
 }
 
 interface BlocksLease {
-  # Pages that are held where they lie: until release is answered or this is dropped they are neither moved nor written to. The
-  # reader compares what it copied with the checksums: the daemon has not.
+  # Pages that are held where they lie: until release is answered, this is dropped or 30 s have gone they are neither moved nor
+  # written to. The reader compares what it copied with the checksums: the daemon has not.
   release @0 (corruptBlock :UInt32 = 0xffffffff) -> (status :Status);
-  # OK: they were held all the time; UNAVAILABLE: they are not any more. corruptBlock: of those that were read, the one whose bytes
-  # had not their checksum: the daemon compares it itself, and forgets it if that is so.
+  # OK: they were held all the time; UNAVAILABLE: they are not any more, and what was copied is of no use. corruptBlock: of those
+  # that were read, the one whose bytes had not their checksum: the daemon compares it itself, and forgets it if that is so.
   mapSlab @1 (slab :UInt32) -> (status :Status, slab :Slab, bytes :UInt64);
   # Host memory in which pages of this lease lie. It is their tenant's alone until no process maps it any more. FAILED_PRECONDITION:
   # it is not to be mapped; read without `mapped`. Unix sockets only.

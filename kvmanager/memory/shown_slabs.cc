@@ -198,7 +198,7 @@ void ShownSlabs::LookAt(size_t looks) {
 }
 
 bool ShownSlabs::TakeBackOne() {
-  if (allocator_.kept_slabs() <= cleaning_) return false;
+  if (allocator_.kept_slabs() <= cleaning_ || NowNs() < quiet_until_ns_) return false;
   size_t looks = kLooksMax;
   for (size_t left = shown_.size(); left > 0 && looks > 0; --left) {
     if (look_ >= shown_.size()) look_ = 0;
@@ -206,8 +206,17 @@ bool ShownSlabs::TakeBackOne() {
       ++look_;
       continue;
     }
-    if (TakeBackNext()) return true;
+    if (TakeBackNext()) {
+      looked_in_vain_ = 0;
+      return true;
+    }
     --looks;
+    ++looked_in_vain_;
+  }
+  // Who is short of memory asks with each block that it evicts.
+  if (clock_ != nullptr && looked_in_vain_ >= allocator_.kept_slabs() - cleaning_) {
+    quiet_until_ns_ = NowNs() + kQuietNs;
+    looked_in_vain_ = 0;
   }
   return false;
 }

@@ -30,6 +30,7 @@ class ShownSlabs {
   static constexpr size_t kLooksMax = 16;                       // slabs that one TakeBack looks at: less than 0.1 ms
   static constexpr size_t kBindLooks = 128, kLooksOfPiece = 8;  // that Bind looks at first, and in one piece of it
   static constexpr size_t kBindsOfPiece = 16;                   // that one piece binds
+  static constexpr int64_t kQuietNs = 100'000'000;              // of TakeBackOne, once it has looked at all in vain
   static constexpr int64_t kMapWithinNs = 10'000'000'000;       // what was bound ahead of need is mapped by then
   static constexpr uint64_t kFreeBesideCleaning = 1;            // slabs that whoever needs one finds meanwhile
   static constexpr size_t kRecallsMax = 64;                     // slabs that one Recalled names
@@ -76,7 +77,8 @@ class ShownSlabs {
   /// Looks whether some of the slabs that are shown are read by nobody any more, the next kLooksMax of them; these are
   /// as others. To be called now and then.
   void TakeBack();
-  /// The same of those that hold nothing, until one is as others. False: none is, of the next kLooksMax.
+  /// The same of those that hold nothing, until one is as others. False: none is, of the next kLooksMax, or none was
+  /// just now.
   bool TakeBackOne();
   /// The pool's slots were restored: slabs that processes map since before stay whose they are, or nobody's.
   void FindReaders();
@@ -123,12 +125,17 @@ class ShownSlabs {
   const absl::Span<const std::unique_ptr<Region>> regions_;
   const Clock* const clock_;
   std::vector<Shown> shown_;
-  size_t look_ = 0;        // of shown_, the next to be looked at
+  size_t look_ = 0;              // of shown_, the next to be looked at
+  uint64_t looked_in_vain_ = 0;  // by TakeBackOne, since it took one back or was quiet
+  int64_t quiet_until_ns_ = INT64_MIN;
   size_t recall_ = 0;      // of shown_, the next to be recalled
   uint64_t withheld_ = 0;  // of shown_: nobody's, as processes map them since before the pool's slots were restored
   mutable bool lacks_ = false;
   mutable PayerId lacking_ = 0;  // of whom, last
   uint64_t cleaning_ = 0;
 };
+
+/// ShownSlabs::TakeBackOne of a pool that perhaps shows none.
+inline bool TakeBackSlab(SlotPool* pool) { return pool->shown() != nullptr && pool->shown()->TakeBackOne(); }
 
 }  // namespace kvmanager

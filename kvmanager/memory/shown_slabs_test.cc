@@ -236,6 +236,29 @@ TEST(ShownSlabs, BoundSlabsThatNobodyMapsAreTakenBack) {
   EXPECT_EQ(pool->shown()->count(), 1u);
 }
 
+TEST(ShownSlabs, WhoIsShortOfMemoryLooksAtThemNowAndThen) {
+  ManualClock clock;
+  PagePool::Options options;
+  options.pool_bytes = 64 * kMiB;
+  options.slab_bytes = 2 * kMiB;
+  options.clock = &clock;
+  const auto pool = PagePool::Create(options).value();
+  const auto bound = pool->shown()->Bind(1, 40 * kMiB).value();
+  std::vector<std::unique_ptr<Region>> mapped;
+  for (const uint32_t slab : bound) mapped.push_back(MapBound(*pool, 1, slab));
+  EXPECT_FALSE(pool->shown()->TakeBackOne());
+  mapped.pop_back();
+  EXPECT_TRUE(pool->shown()->TakeBackOne());  // it had not looked at all of them
+  EXPECT_FALSE(pool->shown()->TakeBackOne());
+  EXPECT_FALSE(pool->shown()->TakeBackOne());
+  mapped.clear();
+  EXPECT_FALSE(pool->shown()->TakeBackOne());
+  clock.AdvanceNs(ShownSlabs::kQuietNs);
+  for (size_t i = 1; i < bound.size(); ++i) EXPECT_TRUE(pool->shown()->TakeBackOne());
+  EXPECT_FALSE(pool->shown()->TakeBackOne());
+  EXPECT_EQ(pool->free_slabs(), 32u);
+}
+
 TEST(ShownSlabs, NobodyGivesWhatLiesInBoundSlabs) {
   const auto pool = MakePool(8 * kMiB);
   const auto bound = pool->shown()->Bind(1, 6 * kMiB).value();

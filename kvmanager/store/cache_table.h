@@ -86,7 +86,6 @@ class CacheTable final : public CacheDirectory {
   static absl::Status CheckNames(absl::Span<const BlockName> names);
   const std::map<CacheId, std::shared_ptr<Cache>>& all() const { return caches_; }
   const OwnerCounts<PayerId>& of_payers() const { return of_payer_; }  // how many of them
-  const LeasePages& mapped_pages() const { return *parts_.mapped_pages; }
   void CheckInvariants() const;
 
  private:

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/shown_slabs.h"
 #include "kvmanager/store/import_lease.h"
 #include "kvmanager/store/memory_backend.h"
 
@@ -200,9 +201,9 @@ void ImportBeginning::CountSlotsSome() {
 }
 
 void ImportBeginning::MakeRoom() {
-  Tier& tier = *cache().tier;
+  const Tier& tier = *cache().tier;
   if (!wanted_.none() && !tier.CanReserve(cache(), wanted_)) {
-    if (in_->parts.owner->GiveBackSome() || tier.TakeBackSlab()) return;
+    if (in_->parts.owner->GiveBackSome() || TakeBackSlab(tier.pool())) return;
     if (!tier.CanReserve(cache(), wanted_)) {
       status_ = in_->parts.owner->Exhausted(cache(), wanted_);
       return;

@@ -6,6 +6,7 @@
 #include "kvmanager/base/checksum.h"
 #include "kvmanager/base/finite.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/shown_slabs.h"
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/page_check.h"
 #include "kvmanager/store/raw_page.h"
@@ -79,7 +80,7 @@ void ImportLeaseImpl::CountWithdrawn() {
 void ImportLeaseImpl::MakeRoom() {
   const SlotCounts wanted{.raw = raw_wanted_};
   if (!wanted.none() && !cache_.tier->CanReserve(cache_, wanted)) {
-    if (parts_.owner->GiveBackSome() || cache_.tier->TakeBackSlab()) return;
+    if (parts_.owner->GiveBackSome() || TakeBackSlab(cache_.tier->pool())) return;
     if (!cache_.tier->CanReserve(cache_, wanted)) {
       extending_ = parts_.owner->Exhausted(cache_, wanted);
       return;

@@ -63,7 +63,8 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, this, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, this, alive_}),
         inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &disk_writes_,
-                    &disk_loads_, &recovery_, &exports_, &imports_, &reads_, &gone_, disk, clock, alive_}) {
+                    &disk_loads_, &recovery_, &exports_, &imports_, &reads_, &mapped_pages_, &gone_, disk, clock,
+                    alive_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
     recovery_.Recover();
   }

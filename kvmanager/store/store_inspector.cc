@@ -121,8 +121,8 @@ StoreUse StoreInspector::Use() const {
   use.caches = parts_.caches->all().size();
   use.lease_pages = parts_.reads->pages().all();
   use.tenant_lease_pages = parts_.reads->pages().most();
-  use.mapped_pages = parts_.caches->mapped_pages().all();
-  use.tenant_mapped_pages = parts_.caches->mapped_pages().most();
+  use.mapped_pages = parts_.mapped_pages->all();
+  use.tenant_mapped_pages = parts_.mapped_pages->most();
   use.tenant_caches = parts_.caches->of_payers().most();
   use.sent_pages = parts_.exports->pages().all();
   use.tenant_sent_pages = parts_.exports->pages().most();

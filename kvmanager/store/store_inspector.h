@@ -51,6 +51,7 @@ class StoreInspector final : public StoreReport {
     const SequenceExports* exports = nullptr;
     SequenceImports* imports = nullptr;
     const StoreReads* reads = nullptr;
+    const LeasePages* mapped_pages = nullptr;
     const GoneBlocks* gone = nullptr;
     const BlockDisk* disk = nullptr;  // nullptr: there is none
     const Clock* clock = nullptr;

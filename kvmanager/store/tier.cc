@@ -65,7 +65,7 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
     while (owner_->GiveBackSome() && !pool_->CanAllocate(cache.tenant, wanted)) {
     }
     Collect();
-    while (!pool_->CanAllocate(cache.tenant, wanted) && TakeBackSlab()) {
+    while (!pool_->CanAllocate(cache.tenant, wanted) && TakeBackSlab(pool_)) {
     }
     // A request that is refused evicts nothing, unless kernels may still read what it evicted. Then that is waited for,
     // rather than all else evicted meanwhile: what was asked for and a slab, since slots may have to be of a new one.
@@ -111,11 +111,6 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
   if (counts.activations > 0) KV_RETURN_IF_ERROR(allocate(wanted.back(), &out->activations));
   DemoteAhead(lost_some);
   return absl::OkStatus();
-}
-
-bool Tier::TakeBackSlab() {
-  ShownSlabs* const shown = pool_->shown();
-  return shown != nullptr && shown->TakeBackOne();
 }
 
 void Tier::Free(PageId slot) {

@@ -82,8 +82,6 @@ class Tier {
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
   /// Whether evicting what its payer may take would make room for all of `wanted`.
   bool CanReserve(const Cache& cache, const SlotCounts& wanted) const;
-  /// Looks for a slab that holds nothing and that nobody maps any more; false: none was found that others have now.
-  bool TakeBackSlab();
   void Free(PageId slot);
   /// Frees the slots that kernels have done with.
   void Collect();
