@@ -72,7 +72,7 @@ absl::StatusOr<std::vector<uint32_t>> ShownSlabs::Bind(TenantId tenant, uint64_t
 
 absl::StatusOr<ShownSlabs::Binding> ShownSlabs::BeginBind(TenantId tenant, uint64_t bytes) const {
   if (regions_.empty()) return absl::FailedPreconditionError("the memory of this daemon is not to be mapped");
-  return Binding{tenant, bytes, std::min(kBindLooks, shown_.size())};
+  return Binding{tenant, bytes, NowNs() < quiet_until_ns_ ? 0 : std::min(kBindLooks, shown_.size())};
 }
 
 bool ShownSlabs::BindSome(Binding* binding) {
@@ -80,6 +80,7 @@ bool ShownSlabs::BindSome(Binding* binding) {
     const size_t looks = std::min(kLooksOfPiece, binding->looks);
     LookAt(looks);
     binding->looks -= looks;
+    if (binding->looks == 0 && clock_ != nullptr) quiet_until_ns_ = NowNs() + kQuietNs;
     return true;
   }
   const TenantId tenant = binding->tenant;

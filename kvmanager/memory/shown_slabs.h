@@ -30,7 +30,7 @@ class ShownSlabs {
   static constexpr size_t kLooksMax = 16;                       // slabs that one TakeBack looks at: less than 0.1 ms
   static constexpr size_t kBindLooks = 128, kLooksOfPiece = 8;  // that Bind looks at first, and in one piece of it
   static constexpr size_t kBindsOfPiece = 16;                   // that one piece binds
-  static constexpr int64_t kQuietNs = 100'000'000;              // of TakeBackOne, once it has looked at all in vain
+  static constexpr int64_t kQuietNs = 100'000'000;              // after TakeBackOne looked at all in vain, or Bind did
   static constexpr int64_t kMapWithinNs = 10'000'000'000;       // what was bound ahead of need is mapped by then
   static constexpr uint64_t kFreeBesideCleaning = 1;            // slabs that whoever needs one finds meanwhile
   static constexpr size_t kRecallsMax = 64;                     // slabs that one Recalled names

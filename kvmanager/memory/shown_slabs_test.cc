@@ -257,6 +257,13 @@ TEST(ShownSlabs, WhoIsShortOfMemoryLooksAtThemNowAndThen) {
   for (size_t i = 1; i < bound.size(); ++i) EXPECT_TRUE(pool->shown()->TakeBackOne());
   EXPECT_FALSE(pool->shown()->TakeBackOne());
   EXPECT_EQ(pool->free_slabs(), 32u);
+  // So does who binds again and again.
+  EXPECT_EQ(pool->shown()->Bind(1, 2 * kMiB)->size(), 1u);
+  EXPECT_EQ(pool->shown()->BeginBind(1, 0)->looks, 1u);
+  EXPECT_EQ(pool->shown()->Bind(1, 0)->size(), 1u);
+  EXPECT_EQ(pool->shown()->BeginBind(1, 0)->looks, 0u);
+  clock.AdvanceNs(ShownSlabs::kQuietNs);
+  EXPECT_EQ(pool->shown()->BeginBind(1, 0)->looks, 1u);
 }
 
 TEST(ShownSlabs, NobodyGivesWhatLiesInBoundSlabs) {
