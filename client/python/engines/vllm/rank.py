@@ -17,6 +17,7 @@ from kvmanager.vllm import KvManagerConnector
 from kvmanager.vllm.connector import KVConnectorRole
 from kvmanager.vllm.messages import Finish, Load, StepPlan, Store
 from kvmanager.vllm.retention import Retention
+from kvmanager.vllm.worker import WorkerHalf
 
 LAYERS, HEADS, HEAD_DIM, BLOCKS = 3, 4, 128, 48
 DEADLINE_S = 120
@@ -106,6 +107,7 @@ if DEVICE_NAME == "threads":
 
     STREAM = ENGINE
     kvmanager.vllm.worker.PagedCopy = ThreadedCopy
+    WorkerHalf.maps_ahead = property(lambda self: self.settings.map_gib != 0)  # as with a GPU
 else:
     STREAM = DeviceStream()
 
