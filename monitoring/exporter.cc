@@ -7,10 +7,11 @@
 namespace kvmanager {
 
 absl::StatusOr<std::unique_ptr<Exporter>> Exporter::Start(const std::string& listen, const Metrics* metrics,
-                                                          std::vector<std::string> hosts) {
+                                                          std::vector<std::string> hosts, int inherited) {
   HttpServer::Options options;
   options.field = "metrics-listen";
   options.listen = listen;
+  options.inherited = inherited;
   // No browser leaves the field out.
   options.answers_host = [hosts = std::move(hosts)](absl::string_view host) {
     return host.empty() || IsOwnHost(host, hosts);

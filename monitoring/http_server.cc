@@ -15,6 +15,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -190,10 +191,14 @@ class HttpServerImpl final : public HttpServer {
                           "HOST:PORT, a numeric address or localhost and a port 0..65535");
     }
     const tcp::endpoint endpoint(address, static_cast<uint16_t>(port));
-    acceptor_.open(endpoint.protocol(), error);
-    if (!error) acceptor_.set_option(tcp::acceptor::reuse_address(true), error);
-    if (!error) acceptor_.bind(endpoint, error);
-    if (!error) acceptor_.listen(tcp::acceptor::max_listen_connections, error);
+    if (const int fd = TakeListening(shared_.options.inherited, endpoint.protocol().family()); fd >= 0) {
+      acceptor_.assign(endpoint.protocol(), fd, error);
+    } else {
+      acceptor_.open(endpoint.protocol(), error);
+      if (!error) acceptor_.set_option(tcp::acceptor::reuse_address(true), error);
+      if (!error) acceptor_.bind(endpoint, error);
+      if (!error) acceptor_.listen(tcp::acceptor::max_listen_connections, error);
+    }
     if (error) {
       return absl::UnavailableError(
           absl::StrCat(shared_.options.field, " ", listen, " cannot be bound: ", error.message()));
@@ -206,6 +211,7 @@ class HttpServerImpl final : public HttpServer {
   }
 
   int port() const override { return port_; }
+  int listen_fd() override { return acceptor_.native_handle(); }
 
  private:
   void Accept() {

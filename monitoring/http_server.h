@@ -36,6 +36,7 @@ class HttpServer {
   struct Options {
     std::string field = "http-listen";  // the flag, for errors
     std::string listen;                 // "HOST:PORT": a numeric address or localhost; port 0 takes a free one
+    int inherited = -1;                 // a socket that listens there already, which stays the caller's; -1: none
     /// Whether a request with this Host field is answered, "" if it has none, so that a page of the Internet whose name
     /// was made to resolve to this address reads nothing here. nullptr: every one is.
     std::function<bool(absl::string_view host)> answers_host;
@@ -48,6 +49,7 @@ class HttpServer {
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(Options options);
   virtual ~HttpServer() = default;
   virtual int port() const = 0;  // the bound one
+  virtual int listen_fd() = 0;
 };
 
 /// Whether a Host header field names this machine itself: localhost, 127.0.0.0/8 or [::1], with any port, since a

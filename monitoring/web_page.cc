@@ -23,13 +23,15 @@ int64_t UnixMs() {
 
 absl::StatusOr<std::unique_ptr<WebPage>> WebPage::Start(const std::string& listen, const Metrics* metrics,
                                                         const RecentErrors* errors, const Clock* clock,
-                                                        DashboardFacts facts, std::vector<std::string> hosts) {
+                                                        DashboardFacts facts, std::vector<std::string> hosts,
+                                                        int inherited) {
   std::unique_ptr<WebPage> page(new WebPage(metrics, errors, std::move(facts)));
   const auto file = [](const char* type, const char* content) {
     return File{type, std::make_shared<const std::string>(content)};
   };
   HttpServer::Options options;
   options.listen = listen;
+  options.inherited = inherited;
   options.answers_host = [loopback = IsLoopbackAddress(listen), hosts = std::move(hosts)](absl::string_view host) {
     return loopback && hosts.empty() ? IsLoopbackHost(host) : IsOwnHost(host, hosts);
   };

@@ -18,11 +18,13 @@ namespace kvmanager {
 class WebPage {
  public:
   /// clock: outlives it. hosts: names by which it may be asked for, besides loopback's, or, elsewhere than there,
-  /// IsOwnHost's. Errors: HttpServer::Start's.
+  /// IsOwnHost's. inherited: HttpServer::Options'. Errors: HttpServer::Start's.
   static absl::StatusOr<std::unique_ptr<WebPage>> Start(const std::string& listen, const Metrics* metrics,
                                                         const RecentErrors* errors, const Clock* clock,
-                                                        DashboardFacts facts, std::vector<std::string> hosts = {});
+                                                        DashboardFacts facts, std::vector<std::string> hosts = {},
+                                                        int inherited = -1);
   int port() const { return server_->port(); }
+  int listen_fd() { return server_->listen_fd(); }
 
  private:
   WebPage(const Metrics* metrics, const RecentErrors* errors, DashboardFacts facts)

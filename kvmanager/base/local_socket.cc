@@ -1,5 +1,6 @@
 #include "kvmanager/base/local_socket.h"
 
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -22,6 +23,16 @@ sockaddr_un UnixAddress(absl::string_view path) {
   address.sun_family = AF_UNIX;
   std::copy(path.begin(), path.end(), address.sun_path);
   return address;
+}
+
+int TakeListening(int fd, int family) {
+  const auto is = [fd](int option, int wanted) {
+    int value = 0;
+    socklen_t bytes = sizeof value;
+    return getsockopt(fd, SOL_SOCKET, option, &value, &bytes) == 0 && value == wanted;
+  };
+  if (fd < 0 || !is(SO_ACCEPTCONN, 1) || !is(SO_DOMAIN, family) || !is(SO_TYPE, SOCK_STREAM)) return -1;
+  return fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }
 
 bool IsOfOwnUser(int socket) {

@@ -14,6 +14,10 @@ namespace kvmanager {
 /// The address of a socket's file. path: shorter than sockaddr_un's.
 sockaddr_un UnixAddress(absl::string_view path);
 
+/// A duplicate, which is the caller's and closed by exec(), of a listening socket of this family that the process was
+/// given; -1: `fd` is none. fd: -1 too.
+int TakeListening(int fd, int family);
+
 /// Whether the process at the other end of `socket` runs as this one's user.
 bool IsOfOwnUser(int socket);
 

@@ -58,18 +58,22 @@ absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_vi
   const auto cannot = [&](absl::string_view why) { return CannotListen(options.flag, address, why); };
   std::unique_ptr<ListenSocket> result(new ListenSocket());
   result->admin_ = options.admin;
+  result->unix_socket_ = !parsed.unix_path.empty();
   constexpr int kType = SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK;
   if (!parsed.unix_path.empty()) {
     const sockaddr_un name = UnixAddress(parsed.unix_path);
-    result->fd_ = socket(AF_UNIX, kType, 0);
+    struct stat file;
+    const bool is_there = lstat(name.sun_path, &file) == 0 && S_ISSOCK(file.st_mode);
+    result->fd_ = is_there ? TakeListening(options.inherited, AF_UNIX) : -1;
+    const bool inherited = result->fd_ >= 0;
+    if (!inherited) result->fd_ = socket(AF_UNIX, kType, 0);
     if (result->fd_ < 0) return cannot(std::strerror(errno));
     // bind() gives the file the mode of the socket, less the umask: there is no moment in which others may connect.
     if (options.mode.has_value() && fchmod(result->fd_, *options.mode) != 0) return cannot(std::strerror(errno));
-    if (IsStale(name)) unlink(name.sun_path);
-    if (bind(result->fd_, reinterpret_cast<const sockaddr*>(&name), sizeof name) != 0) {
+    if (!inherited && IsStale(name)) unlink(name.sun_path);
+    if (!inherited && bind(result->fd_, reinterpret_cast<const sockaddr*>(&name), sizeof name) != 0) {
       return cannot(WhyNotBound(parsed.unix_path, errno));
     }
-    struct stat file;
     if (lstat(name.sun_path, &file) != 0) return cannot(std::strerror(errno));
     result->path_ = parsed.unix_path;
     result->device_ = file.st_dev;
@@ -82,11 +86,14 @@ absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_vi
     const int error = getaddrinfo(parsed.tcp.host.c_str(), absl::StrCat(parsed.tcp.port).c_str(), &hints, &found);
     if (error != 0) return cannot(gai_strerror(error));
     const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> list(found, &freeaddrinfo);
-    result->fd_ = socket(list->ai_family, kType, 0);
-    if (result->fd_ < 0) return cannot(std::strerror(errno));
-    const int on = 1;
-    setsockopt(result->fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (bind(result->fd_, list->ai_addr, list->ai_addrlen) != 0) return cannot(std::strerror(errno));
+    result->fd_ = TakeListening(options.inherited, list->ai_family);
+    if (result->fd_ < 0) {
+      result->fd_ = socket(list->ai_family, kType, 0);
+      if (result->fd_ < 0) return cannot(std::strerror(errno));
+      const int on = 1;
+      setsockopt(result->fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+      if (bind(result->fd_, list->ai_addr, list->ai_addrlen) != 0) return cannot(std::strerror(errno));
+    }
     sockaddr_storage bound = {};
     socklen_t bound_bytes = sizeof bound;
     KV_CHECK(getsockname(result->fd_, reinterpret_cast<sockaddr*>(&bound), &bound_bytes) == 0);

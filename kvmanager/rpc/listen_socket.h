@@ -21,6 +21,7 @@ class ListenSocket {
     absl::string_view flag = "--listen";  // that errors name
     std::optional<mode_t> mode;           // of a Unix socket's file, less the umask; none: 0777
     bool admin = false;                   // whether its clients may have Admin
+    int inherited = -1;                   // that listens there already, which stays the caller's; -1: none
   };
 
   /// address: "unix:PATH" or "tcp:HOST:PORT"; port 0 takes a free one. A stale socket file, which nobody listens on, is
@@ -33,8 +34,11 @@ class ListenSocket {
   ListenSocket(const ListenSocket&) = delete;
   ListenSocket& operator=(const ListenSocket&) = delete;
 
+  /// Another process listens there from now on, by a duplicate of fd(): the file stays.
+  void LeaveFile() { path_.clear(); }
+
   int fd() const { return fd_; }
-  bool unix_socket() const { return !path_.empty(); }
+  bool unix_socket() const { return unix_socket_; }
   bool admin() const { return admin_; }
   const std::string& address() const { return address_; }  // as given, with the bound port
 
@@ -42,7 +46,7 @@ class ListenSocket {
   ListenSocket() = default;
 
   int fd_ = -1;
-  bool admin_ = false;
+  bool admin_ = false, unix_socket_ = false;
   std::string path_;
   dev_t device_ = 0;  // with inode_: the file at path_ as it was bound
   ino_t inode_ = 0;

@@ -44,14 +44,19 @@ absl::Status IoThread::Listen() {
                        asio::ip::resolver_base::numeric_service | asio::ip::resolver_base::passive, error);
   if (error || resolved.empty()) return failed("resolving", error);
   asio::ip::tcp::endpoint endpoint = resolved.begin()->endpoint();
-  acceptor_.open(endpoint.protocol(), error);
-  if (error) return failed("opening a socket", error);
-  TuneEarly(acceptor_.native_handle());
-  acceptor_.set_option(asio::socket_base::reuse_address(true), error);
-  acceptor_.bind(endpoint, error);
-  if (error) return failed("binding", error);
-  acceptor_.listen(kBacklog, error);
-  if (error) return failed("listening", error);
+  if (const int fd = TakeListening(loop_.options.listen_fd, endpoint.protocol().family()); fd >= 0) {
+    acceptor_.assign(endpoint.protocol(), fd, error);
+    if (error) return failed("taking over", error);
+  } else {
+    acceptor_.open(endpoint.protocol(), error);
+    if (error) return failed("opening a socket", error);
+    TuneEarly(acceptor_.native_handle());
+    acceptor_.set_option(asio::socket_base::reuse_address(true), error);
+    acceptor_.bind(endpoint, error);
+    if (error) return failed("binding", error);
+    acceptor_.listen(kBacklog, error);
+    if (error) return failed("listening", error);
+  }
   endpoint = acceptor_.local_endpoint(error);
   if (error) return failed("asking for the port", error);
   listen_address_ = FormatHostPort(where.host, endpoint.port());

@@ -35,6 +35,7 @@ class IoThread {
   void Ask(std::string peer, Probe::Done done);
   std::vector<PeerInfo> Peers() const { return loop_.peers.List(); }
   const std::string& listen_address() const { return listen_address_; }
+  int listen_fd() { return acceptor_.is_open() ? acceptor_.native_handle() : -1; }
 
  private:
   absl::Status ListenLocally();

@@ -84,5 +84,6 @@ void TcpTransport::Probe(std::string peer, absl::AnyInvocable<void(absl::StatusO
 }
 std::vector<PeerInfo> TcpTransport::Peers() const { return io_thread_->Peers(); }
 std::string TcpTransport::listen_address() const { return io_thread_->listen_address(); }
+int TcpTransport::listen_fd() { return io_thread_->listen_fd(); }
 
 }  // namespace kvmanager

@@ -47,6 +47,7 @@ class TcpTransport final : public Transport {
  public:
   struct Options {
     std::string listen;                               // "HOST:PORT", port 0: any; empty: this transport only sends
+    int listen_fd = -1;                               // that listens there already, which stays the caller's; -1: none
     HandOffReceiver* receiver = nullptr;              // outlives the transport; needed if `listen` is set
     std::string peer_key;                             // what TCP peers must have, both ways (peer_key.h); empty: none
     const TlsSwitch* tls = nullptr;                   // what TCP peers speak TLS with; nullptr or none: plain; outlives
@@ -93,6 +94,7 @@ class TcpTransport final : public Transport {
   void Probe(std::string peer, absl::AnyInvocable<void(absl::StatusOr<ReceiverLoad>)> done) override;
   std::vector<PeerInfo> Peers() const override;
   std::string listen_address() const override;
+  int listen_fd();  // -1: it listens nowhere
 
  private:
   explicit TcpTransport(std::unique_ptr<tcp::IoThread> io_thread);
