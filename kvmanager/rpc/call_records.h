@@ -5,6 +5,8 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "kvmanager/base/clock.h"
@@ -22,6 +24,21 @@ class CallRecords {
   CallRecords(const CallRecords&) = delete;
   CallRecords& operator=(const CallRecords&) = delete;
 
+  /// A call that is under way, for as long as this lives.
+  class UnderWay {
+   public:
+    explicit UnderWay(CallRecords* records) : records_(records) { ++records_->under_way_; }
+    UnderWay(UnderWay&& other) noexcept : records_(std::exchange(other.records_, nullptr)) {}
+    UnderWay& operator=(UnderWay&&) = delete;
+    ~UnderWay() {
+      if (records_ != nullptr) --records_->under_way_;
+    }
+
+   private:
+    CallRecords* records_;
+  };
+  uint64_t under_way() const { return under_way_; }
+
   void NoteCall(Method method) { calls_[static_cast<int>(method)]->Increment(); }
   /// A client is answered with `status`, which is an error.
   void NoteError(Method method, const absl::Status& status);
@@ -36,6 +53,7 @@ class CallRecords {
   const Clock* const clock_;
   std::array<prometheus::Counter*, kMethods> calls_;
   prometheus::Counter& malformed_;
+  uint64_t under_way_ = 0;
   TurnWatch turns_;
 };
 

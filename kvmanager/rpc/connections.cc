@@ -32,8 +32,7 @@ constexpr int64_t kAcceptRetryMs = 100;  // when the process has no descriptor l
 constexpr int64_t kAbortGraceMs = 200;   // to tell a client what was wrong with its bytes
 constexpr uint32_t kFdsPerMessageMax = 1;
 constexpr int kFdsPerConnection = 3;
-// Of replies, that one connection is written before the loop looks at others: 0.1 ms where memory is slow. A step of
-// another client waits for about ten of these.
+// Of replies, written to one connection before others' turn: 0.1 ms. A step of another waits for about ten of these.
 constexpr size_t kWriteTurnBytes = 64 << 10;
 constexpr int kAcceptsInARow = 4;  // half a millisecond of the loop; then whatever else is to be done
 constexpr int64_t kAcceptPauseMs = 2;
@@ -355,6 +354,7 @@ Connections::~Connections() {
 }
 
 kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
+  if (parts_.session->requests->closed()) return kj::NEVER_DONE;
   for (int accepted = 0;; ++accepted) {
     if (accepted == kAcceptsInARow) {
       return parts_.loop->timer().afterDelay(kAcceptPauseMs * kj::MILLISECONDS).then([this, &listener] {

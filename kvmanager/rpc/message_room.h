@@ -52,6 +52,10 @@ class MessageRoom {
   MessageRoom(const MessageRoom&) = delete;
   MessageRoom& operator=(const MessageRoom&) = delete;
 
+  /// No connection begins to read another message: the daemon ends.
+  void Close() { closed_ = true; }
+  bool closed() const { return closed_; }
+
   const Bounds& bounds() const { return bounds_; }
   uint64_t used_bytes() const { return used_; }
   uint64_t kept_bytes() const { return memory_.kept_bytes(); }
@@ -78,6 +82,7 @@ class MessageRoom {
 
   const Bounds bounds_;
   const Clock* const clock_;
+  bool closed_ = false;
   uint64_t used_ = 0;
   absl::flat_hash_set<MessageShare*> shares_;
   std::list<Waiting*> waiting_;
@@ -120,6 +125,7 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
   void Detach();
 
   uint64_t used_bytes() const { return used_; }
+  bool room_closed() const { return room_->closed(); }
 
   // Requests.
   uint64_t bytes_max() const override { return bytes_max_; }

@@ -59,7 +59,7 @@ kj::Promise<void> Serve(Session& session, Method method, Context& context, Body&
     NoteInvalid(session, method, *exception);
     return kj::mv(*exception);
   }
-  return result;
+  return result.attach(CallRecords::UnderWay(&session.calls()));
 }
 
 /// The same for a method whose error is written by WriteError.

@@ -51,7 +51,7 @@ class SessionMessages {
       held_ = nullptr;
     });
   }
-  bool reading_held() const { return holds_ > 0; }
+  bool reading_held() const { return holds_ > 0 || requests_->room_closed(); }
   /// For the one who reads.
   kj::Promise<void> WhenReadingGoesOn() {
     auto pair = kj::newPromiseAndFulfiller<void>();

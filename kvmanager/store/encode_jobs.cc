@@ -38,6 +38,7 @@ void EncodeJobs::Remove(EncodeWaiter* waiter) {
 
 void EncodeJobs::Post(const std::shared_ptr<Cache>& cache, std::vector<PageRef> pages) {
   if (pages.empty()) return;
+  pages_ += pages.size();
   std::vector<EncodeItem> items;
   items.reserve(pages.size());
   for (const PageRef& ref : pages) {
@@ -60,6 +61,7 @@ void EncodeJobs::Post(const std::shared_ptr<Cache>& cache, std::vector<PageRef> 
 
 void EncodeJobs::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items) {
   KV_CHECK(items.size() == pages.size());
+  pages_ -= pages.size();
   std::vector<PageRef> done;  // for followers
   if (!followers_.empty()) done.reserve(pages.size());
   for (size_t i = 0; i < pages.size(); ++i) {

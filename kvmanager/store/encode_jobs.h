@@ -80,6 +80,8 @@ class EncodeJobs {
 
   /// Sealed pages of `cache` go to its executor.
   void Post(const std::shared_ptr<Cache>& cache, std::vector<PageRef> pages);
+  /// Posted, and not encoded yet.
+  uint64_t pages() const { return pages_; }
   /// nullptr: none.
   void SetSampler(PageSampler* sampler) { sampler_ = sampler; }
 
@@ -105,6 +107,7 @@ class EncodeJobs {
 
   const Parts parts_;
   PageSampler* sampler_ = nullptr;
+  uint64_t pages_ = 0;
   std::vector<PageFollower*> followers_;
   std::vector<EncodeWaiter*> waiting_;
   std::deque<EncodeWaiter*> ready_;  // whose callbacks are to be called

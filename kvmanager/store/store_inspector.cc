@@ -126,6 +126,7 @@ StoreUse StoreInspector::Use() const {
   use.tenant_caches = parts_.caches->of_payers().most();
   use.sent_pages = parts_.exports->pages().all();
   use.tenant_sent_pages = parts_.exports->pages().most();
+  use.encoding_pages = parts_.encodes->pages();
   use.unwritten_blocks = parts_.disk_writes->unwritten();
   return use;
 }

@@ -30,6 +30,7 @@ struct StoreUse {
   uint64_t lease_pages = 0;                                 // kLeasePagesMax
   uint64_t mapped_pages = 0, tenant_mapped_pages = 0;       // kMappedPagesMax, kTenantMappedPagesMax
   uint64_t sent_pages = 0, tenant_sent_pages = 0;           // kSentPagesMax, kTenantSentPagesMax
+  uint64_t encoding_pages = 0;    // sealed, and not encoded yet: a restart finds no block of theirs
   uint64_t unwritten_blocks = 0;  // published in host memory, and on their way to the disk or waiting for that
 };
 
