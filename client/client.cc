@@ -191,6 +191,14 @@ class ClientImpl final : public Client {
     return admin->Call<absl::Status>(admin->admin().undrainRequest(), read);
   }
 
+  absl::Status Upgrade(const std::string& program, bool cold) override {
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    auto request = admin->admin().upgradeRequest();
+    request.setProgram(ToKj(program));
+    request.setCold(cold);
+    return admin->Call<absl::Status>(std::move(request), [](auto& response) { return FromWire(response.getStatus()); });
+  }
+
   absl::StatusOr<uint64_t> Purge(uint32_t cache_id) override {
     using Result = absl::StatusOr<uint64_t>;
     KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());

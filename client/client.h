@@ -515,6 +515,14 @@ class Client {
   }
   /// Refuses new sequences, forks and incoming hand-offs; claims, outgoing hand-offs and all else go on.
   virtual absl::Status Drain(bool on) = 0;
+  /// Another program goes on in the daemon's process: once this returned, the connection ends, and one that is made
+  /// waits until it serves. program: an absolute path there; empty: the one that the daemon was started by. cold: what
+  /// is in memory alone may be lost. Errors: INVALID_ARGUMENT (the program is not there, or refuses the daemon's
+  /// flags), FAILED_PRECONDITION (memory would be lost): the daemon serves on; UNIMPLEMENTED by daemons of earlier
+  /// versions.
+  virtual absl::Status Upgrade(const std::string& program, bool cold) {
+    return absl::UnimplementedError("this client upgrades no daemon");
+  }
   /// Published blocks that nothing pins; of one cache, or of all if `cache_id` is kAllCaches. Returns how many.
   static constexpr uint32_t kAllCaches = UINT32_MAX;
   virtual absl::StatusOr<uint64_t> Purge(uint32_t cache_id) = 0;

@@ -35,7 +35,7 @@ class Packaging(unittest.TestCase):
                 unit = os.path.join(folder, name)
                 program = os.path.realpath(kvmanager_testing.daemon_program())
                 with open(unit, "w", encoding="utf-8") as file:
-                    file.write(text.replace("/usr/local/bin/kvmanagerd", program))
+                    file.write(text.replace("/usr/local/bin/kvmanagerd", program).replace("/usr/local/bin/kvctl", program))
                 done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
                 self.assertEqual((done.returncode, done.stdout + done.stderr), (0, ""))
 

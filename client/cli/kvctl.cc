@@ -21,6 +21,7 @@
 #include "client/cli/measured_plan.h"
 #include "client/cli/retain.h"
 #include "client/cli/top.h"
+#include "client/cli/upgrade.h"
 #include "client/client.h"
 #include "client/dial.h"
 #include "examples/engine/blas_core.h"
@@ -54,6 +55,7 @@ struct Arguments {
   PromptArguments explain;
   std::string retain_cache;
   RetainArguments retain;
+  UpgradeArguments upgrade;
 };
 
 int Fail(const absl::Status& error, const Arguments& arguments) {
@@ -138,6 +140,7 @@ int Main(int argc, char** argv) {
       "                                     keep the blocks of a prompt longer than others, for an hour\n"
       "  kvctl drain                        before a restart: take in nothing new\n"
       "  kvctl drain --off                  take it back (the same as undrain)\n"
+      "  kvctl upgrade                      the next version goes on in the daemon's place, with its memory\n"
       "  kvctl purge --cache 3              forget the published blocks of cache 3 that nobody holds\n"
       "  kvctl --connect tcp:10.0.0.2:7000 status --json\n"
       "  kvctl calibrate --model DIR --text FILE --codec zack+hack --out NAME.safetensors\n"
@@ -269,6 +272,24 @@ int Main(int argc, char** argv) {
       "drain", "Take in no new sequences, forks or hand-offs; those that exist go on and can be claimed");
   drain->add_flag("--off", arguments.drain_off, "serve again");
   auto* undrain = app.add_subcommand("undrain", "Serve again after a drain");
+  auto* upgrade = app.add_subcommand(
+      "upgrade",
+      "Another program goes on in the daemon's process: the version that was installed in its place\n\n"
+      "  install kvmanagerd /usr/local/bin/ && kvctl upgrade     with --state-dir: what is published stays in memory\n"
+      "  kvctl upgrade --program /opt/kvmanager-0.2/kvmanagerd   another path\n\n"
+      "The program is tried first, with the daemon's flags: one that refuses them, or would give up the memory, is "
+      "not\n"
+      "taken, and the daemon serves on. Then calls under way end, within a second, the listening sockets are handed\n"
+      "over, and clients that connect wait until the new version serves. Sequences that are held are lost, as in a\n"
+      "restart: engines begin them anew from what is published.");
+  upgrade->add_option("--program", arguments.upgrade.program,
+                      "of the daemon's user or root, and theirs alone to write (default: the path that the daemon was "
+                      "started by)");
+  upgrade->add_flag("--cold", arguments.upgrade.cold,
+                    "what is in memory alone may be lost: the daemon has no --state-dir, or the program another");
+  upgrade->add_option("--wait-s", arguments.upgrade.wait_s, "how long to wait until the new version serves")
+      ->check(CLI::Range(1, 3600))
+      ->capture_default_str();
   auto* purge =
       app.add_subcommand("purge", "Forget published blocks that no sequence holds; later prompts compute them anew");
   auto* one = purge->add_option("--cache", arguments.purge_cache, "of this cache: an id that `kvctl caches` shows");
@@ -353,16 +374,17 @@ int Main(int argc, char** argv) {
     token = std::string(absl::StripAsciiWhitespace(token));
   }
   constexpr int64_t kConnectMs = 500;  // a person waits: a daemon that runs accepts at once, though it may answer late
-  auto client = Client::Connect(Where(arguments), {.name = "kvctl",
-                                                   .deadline_ms = arguments.deadline_ms,
-                                                   .connect_ms = std::min(kConnectMs, arguments.deadline_ms),
-                                                   .hello_ms = arguments.deadline_ms,
-                                                   .admin_address = arguments.admin,
-                                                   .token = token,
-                                                   .tls_ca = arguments.tls_ca,
-                                                   .tls_cert = arguments.tls_cert,
-                                                   .tls_key = arguments.tls_key,
-                                                   .tls_name = arguments.tls_name});
+  const Client::Options options{.name = "kvctl",
+                                .deadline_ms = arguments.deadline_ms,
+                                .connect_ms = std::min(kConnectMs, arguments.deadline_ms),
+                                .hello_ms = arguments.deadline_ms,
+                                .admin_address = arguments.admin,
+                                .token = token,
+                                .tls_ca = arguments.tls_ca,
+                                .tls_cert = arguments.tls_cert,
+                                .tls_key = arguments.tls_key,
+                                .tls_name = arguments.tls_name};
+  auto client = Client::Connect(Where(arguments), options);
   if (!client.ok()) {
     const int exit_code = Fail(client.status(), arguments);
     return absl::IsInvalidArgument(client.status()) ? kExitUsage : exit_code;
@@ -383,6 +405,9 @@ int Main(int argc, char** argv) {
   if (limits->parsed()) return Show((*client)->Limits(), arguments, FormatLimits);
   if (explain->parsed()) return Show(Explain(**client, arguments.explain), arguments, FormatExplained);
   if (retain->parsed()) return Show(Retain(**client, arguments.retain), arguments, FormatRetained);
+  if (upgrade->parsed()) {
+    return Show(Upgrade(*std::move(client), Where(arguments), options, arguments.upgrade), arguments, FormatUpgraded);
+  }
   if (drain->parsed()) return Drain(**client, arguments, !arguments.drain_off);
   if (undrain->parsed()) return Drain(**client, arguments, false);
   return Purge(**client, arguments, cache_id);

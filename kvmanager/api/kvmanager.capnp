@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 17;
+const apiMinor :UInt16 = 18;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -647,6 +647,12 @@ interface Admin {
   # that went, of which the daemon knows how, at most rememberedMax; rememberedSeconds: how far back that goes. Feature "explain"
   retain @11 (cacheId :UInt32, names :List(BlockName), priority :UInt8 = 50, ttlMs :UInt64)
       -> (status :Status, blocks :UInt32, bytes :UInt64);  # Cache's, of any tenant's cache. Feature "retain"
+  upgrade @12 (program :Text, cold :Bool) -> (status :Status);
+  # Another program goes on in this process, with this one's flags, listening sockets and, with --state-dir, host memory. program: an
+  # absolute path; empty: the path that this one was started by. The reply comes before: once the program was tried and takes the flags.
+  # Then calls under way end, within a second, and every connection ends: who connects again waits until the program serves.
+  # FAILED_PRECONDITION: memory would be lost, and cold does not say that this is meant; or the daemon ends already. INVALID_ARGUMENT:
+  # the program cannot be run, or refuses the flags; its words are in the message. The daemon serves on. Feature "upgrade".
 }
 
 interface Daemon {

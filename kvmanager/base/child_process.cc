@@ -1,8 +1,10 @@
 #include "kvmanager/base/child_process.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -31,7 +33,7 @@ bool IsLean(const char* variable) {
 }  // namespace
 
 absl::StatusOr<ChildProcess> ChildProcess::Start(const std::vector<std::string>& program, absl::Span<const int> fds,
-                                                 Environment environment) {
+                                                 Environment environment, int output) {
   KV_CHECK(!program.empty());
   const int above = kFirstFd + static_cast<int>(fds.size());
   posix_spawn_file_actions_t actions;
@@ -44,6 +46,9 @@ absl::StatusOr<ChildProcess> ChildProcess::Start(const std::vector<std::string>&
     copies.push_back(::fcntl(fds[i], F_DUPFD_CLOEXEC, above));
     error = copies.back() < 0 ? errno : 0;
     if (error == 0) error = posix_spawn_file_actions_adddup2(&actions, copies.back(), kFirstFd + static_cast<int>(i));
+  }
+  for (const int standard : {STDOUT_FILENO, STDERR_FILENO}) {
+    if (error == 0 && output >= 0) error = posix_spawn_file_actions_adddup2(&actions, output, standard);
   }
   if (error == 0) error = posix_spawn_file_actions_addclosefrom_np(&actions, above);
   // The daemon takes its signals through a descriptor; the child ends by them.
@@ -89,6 +94,17 @@ int ChildProcess::End() {
   }
   pid_ = 0;
   return status;
+}
+
+int ChildProcess::EndWithin(int ms) {
+  const int pidfd = pid_ == 0 ? -1 : static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
+  if (pidfd >= 0) {
+    pollfd ended{pidfd, POLLIN, 0};
+    while (::poll(&ended, 1, ms) < 0 && errno == EINTR) {
+    }
+    ::close(pidfd);
+  }
+  return End();
 }
 
 }  // namespace kvmanager

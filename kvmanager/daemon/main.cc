@@ -13,6 +13,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "codecs/abi/plugin_host.h"
 #include "kvmanager/base/blas_core.h"
@@ -23,6 +25,7 @@
 #include "kvmanager/daemon/options.h"
 #include "kvmanager/daemon/server.h"
 #include "kvmanager/daemon/supervisor.h"
+#include "kvmanager/daemon/upgrade.h"
 #include "kvmanager/disk/rocksdb_tsan.h"
 #include "kvmanager/keep/keeper.h"
 #include "kvmanager/memory/device.h"
@@ -31,6 +34,11 @@
 namespace {
 
 constexpr int kExitUsage = 2, kExitFailed = 1;
+
+constexpr char kUpgradeHelp[] =
+    "`kvctl upgrade` lets the program that is installed at this one's path go on in its place; see "
+    "docs/operating.md.\n"
+    "kvmanagerd --check FLAG... says whether these flags would be taken, and does no more.\n";
 
 // Blocks SIGHUP. One that comes before it is known what it means waits, and ends no daemon that would read files again.
 void HoldHangUp() {
@@ -99,8 +107,11 @@ int main(int argc, char** argv) {
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kUcxProcessFlag) == 0) return kvmanager::RunUcxProcess();
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kPluginHostFlag) == 0) return kvmanager::RunPluginHost();
   if (argc >= 2 && std::strcmp(argv[1], kvmanager::kKeeperFlag) == 0) return kvmanager::RunKeeper(argc, argv);
+  if (argc >= 2 && std::strcmp(argv[1], kvmanager::kCheckFlag) == 0) return kvmanager::RunCheck(argc, argv);
   HoldHangUp();
-  const auto line = kvmanager::ParseCommandLine(argc, argv, kvmanager::LimitsHelp(kvmanager::ListLimits({}, nullptr)));
+  const std::vector<kvmanager::HandedSocket> sockets = kvmanager::TakeHandedSockets();
+  const std::string help_end = kUpgradeHelp + kvmanager::LimitsHelp(kvmanager::ListLimits({}, nullptr));
+  auto line = kvmanager::ParseCommandLine(argc, argv, help_end);
   if (!line.ok()) {
     std::fprintf(stderr, "kvmanagerd: %s\nTry kvmanagerd --help.\n", std::string(line.status().message()).c_str());
     return kExitUsage;
@@ -109,6 +120,9 @@ int main(int argc, char** argv) {
     std::fputs(line->text.c_str(), stdout);
     return 0;
   }
+  line->options.command.assign(argv, argv + argc);
+  line->options.command[0] = kvmanager::ProgramPath(argv[0]);
+  line->options.sockets = sockets;
   const char* const failpoints = std::getenv(kvmanager::kFailpointsVariable);
   if (const absl::Status set = kvmanager::SetFailpoints(failpoints == nullptr ? "" : failpoints); !set.ok()) {
     std::fprintf(stderr, "kvmanagerd: %s\n", std::string(set.message()).c_str());
@@ -131,6 +145,9 @@ int main(int argc, char** argv) {
     spdlog::error("cannot start: {}", std::string(server.status().message()));
     return log.End(server.status().code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed);
   }
+  std::vector<std::string> listens = line->options.listen;
+  listens.push_back((*server)->admin_address());
+  kvmanager::CloseHandedSockets(sockets, listens);
   std::printf("kvmanagerd ready listen=%s peer=%s metrics=%s http=%s admin=%s\n", (*server)->listen_address().c_str(),
               (*server)->peer_address().c_str(), (*server)->metrics_address().c_str(),
               (*server)->http_address().c_str(), (*server)->admin_address().c_str());
@@ -139,8 +156,18 @@ int main(int argc, char** argv) {
     spdlog::warn("cannot say that it is ready: {}", std::string(told.message()));
   }
   (*server)->Run(signal_fd);
-  server->reset();
+  const kvmanager::Successor successor = (*server)->TakeSuccessor();
+  // A successor does not wait until gigabytes are unmapped and millions of blocks taken apart. What a GPU has must go.
+  const bool leaves = !successor.program.empty() && line->options.device_pool_bytes == 0;
+  if (leaves) static_cast<void>(server->release());
+  if (!leaves) server->reset();
   close(signal_fd);
+  if (!successor.program.empty()) {
+    spdlog::info("{} goes on", successor.program);
+    log.End(0);
+    if (leaves) kvmanager::LeaveMemory();
+    return kvmanager::RunSuccessor(successor, line->options);
+  }
   spdlog::info("stopped");
   return log.End(0);
 }

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kvmanager/base/byte_text.h"
+#include "kvmanager/daemon/handed_sockets.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/eviction/eviction_policy.h"
 
@@ -89,6 +90,10 @@ struct Options {
   std::vector<std::string> codec_plugins;                 // shared objects; at most kCodecPluginsMax
   bool codec_plugin_process = false;                      // each of these in a process of its own
   std::string log_level = "info";                         // debug, info, warn, error or off
+
+  // What main() knows besides flags.
+  std::vector<std::string> command;   // this program's path and its flags, for an upgrade; empty: there can be none
+  std::vector<HandedSocket> sockets;  // listening ones that the process was given
 };
 
 /// Whether peers speak TLS, both ways.

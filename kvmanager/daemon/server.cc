@@ -24,6 +24,7 @@
 #include "kvmanager/daemon/server_access.h"
 #include "kvmanager/daemon/server_devices.h"
 #include "kvmanager/daemon/server_disk.h"
+#include "kvmanager/daemon/server_end.h"
 #include "kvmanager/daemon/server_memory.h"
 #include "kvmanager/daemon/server_metrics.h"
 #include "kvmanager/daemon/server_plugins.h"
@@ -69,6 +70,8 @@ namespace {
 
 static_assert(Options::kHostPoolBytesMax == PagePool::kPoolBytesMax);
 
+constexpr char kPeerListen[] = "--peer-listen", kMetricsListen[] = "--metrics-listen", kHttpListen[] = "--http-listen";
+
 constexpr int64_t kLookMs = 1000;    // at what only a look shows: tenants, pools of GPUs
 constexpr int kBackgroundNice = 10;  // of the thread for what takes long in one piece
 constexpr int kCopyThreadsMax = 4;   // that copy pages from other daemons of this host: memory has no more to give
@@ -86,7 +89,8 @@ class ServerImpl final : public Server {
         arenas_(&metrics_.all, options.arena_bytes),
         calls_(&metrics_.all, &errors_, &clock_),
         access_(&options_),
-        devices_(&options_, &metrics_.all, &clock_, &polls_) {}
+        devices_(&options_, &metrics_.all, &clock_, &polls_),
+        end_(&options_, &drain_, &held_, &calls_) {}
 
   ~ServerImpl() noexcept override { Close(); }
 
@@ -159,6 +163,7 @@ class ServerImpl final : public Server {
     if (ucx_ != nullptr) spdlog::info("peers with the same key: {}", facts_.ucx());
     TcpTransport::Options transport;
     transport.listen = options_.peer_listen;
+    transport.listen_fd = FindHanded(options_.sockets, kPeerListen, options_.peer_listen);
     transport.receiver = incoming_.get();
     transport.metrics = &metrics_.transport;
     transport.peer_key = std::move(peer_key);
@@ -179,7 +184,9 @@ class ServerImpl final : public Server {
     KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));
     facts_.peer_listen = transport_->listen_address();
     if (!options_.metrics_listen.empty()) {
-      KV_ASSIGN_OR_RETURN(exporter_, Exporter::Start(options_.metrics_listen, &metrics_.all, options_.http_hosts));
+      KV_ASSIGN_OR_RETURN(exporter_,
+                          Exporter::Start(options_.metrics_listen, &metrics_.all, options_.http_hosts,
+                                          FindHanded(options_.sockets, kMetricsListen, options_.metrics_listen)));
       const size_t colon = options_.metrics_listen.rfind(':');
       facts_.metrics_listen = absl::StrCat(options_.metrics_listen.substr(0, colon + 1), exporter_->port());
     }
@@ -190,6 +197,8 @@ class ServerImpl final : public Server {
     Running running(*this);
     EventLoop& loop = running.loop;
     running_ = &running;
+    end_.SetRunning({&loop, background_.get(), &queue_, store_.get(), incoming_.get(), &running.outgoing,
+                     &running.requests, &running.replies});
     const auto run_messages = [this] { return queue_.RunSome(); };
     loop.WatchMessages([=, this] { return InLoopTurn(calls_.turns(), "messages", run_messages); });
     incoming_->SetLoop(&loop);
@@ -210,12 +219,14 @@ class ServerImpl final : public Server {
         const LimitUse use = MeasureLimits(holders);
         return ListLimits(options_, &use);
       };
-      loop.Run([this] { return Over(); });
+      loop.Run([this] { return end_.Over(); });
+      successor_.program = end_.successor();
+      if (!successor_.program.empty()) HandOver();
     }
     devices_.SetLoop(nullptr);
     polls_.SetLoop(nullptr);
     running.departed.Clear();
-    drain_deadline_ = nullptr;
+    end_.SetRunning({});
     incoming_->DropAll();
     // The last completions find nobody waiting, and give back what they pinned: by workers and messages.
     transport_.reset();
@@ -232,14 +243,13 @@ class ServerImpl final : public Server {
     disk_.reset();
     incoming_->SetLoop(nullptr);
     running_ = nullptr;
-    drain_deadline_ = nullptr;  // a message may have set it again: it must not outlive the loop
   }
 
   void Stop() override {
-    queue_.Post([this] { stop_ = true; });
+    queue_.Post([this] { end_.Stop(); });
   }
   void Terminate() override {
-    queue_.Post([this] { BeginTermination(); });
+    queue_.Post([this] { end_.Terminate(); });
   }
 
   std::string listen_address() const override { return facts_.listen; }
@@ -248,6 +258,11 @@ class ServerImpl final : public Server {
   std::string http_address() const override { return facts_.http_listen; }
   std::string admin_address() const override { return facts_.admin_listen; }
   std::string MetricsText() const override { return metrics_.all.Text(); }
+  Successor TakeSuccessor() override {
+    page_.reset();
+    exporter_.reset();
+    return std::exchange(successor_, {});
+  }
 
  private:
   // What serves clients while the event loop runs. Members in the order of who needs whom.
@@ -328,23 +343,25 @@ class ServerImpl final : public Server {
                                .arrivals = &arrivals,
                                .held = &of.held_,
                                .peers_allowed = &of.options_.hand_off_peers};
-      daemon.admin = {.facts = &of.facts_,
-                      .clock = &of.clock_,
-                      .store = of.store_.get(),
-                      .host_pool = of.memory_.pool(),
-                      .gpus = of.devices_.gpus(),
-                      .pinner = of.devices_.pinner(),
-                      .workers = of.workers_.get(),
-                      .queue = &of.queue_,
-                      .long_calls = &long_calls,
-                      .drain = &of.drain_,
-                      .held = &of.held_,
-                      .incoming = of.incoming_.get(),
-                      .outgoing = &outgoing,
-                      .recomputer = of.recomputer_.get(),
-                      .all_metrics = &of.metrics_.all,
-                      .connections = &of.metrics_.connections,
-                      .peers_allowed = &of.options_.hand_off_peers};
+      daemon.admin = {
+          .facts = &of.facts_,
+          .clock = &of.clock_,
+          .store = of.store_.get(),
+          .host_pool = of.memory_.pool(),
+          .gpus = of.devices_.gpus(),
+          .pinner = of.devices_.pinner(),
+          .workers = of.workers_.get(),
+          .queue = &of.queue_,
+          .long_calls = &long_calls,
+          .drain = &of.drain_,
+          .held = &of.held_,
+          .incoming = of.incoming_.get(),
+          .outgoing = &outgoing,
+          .recomputer = of.recomputer_.get(),
+          .all_metrics = &of.metrics_.all,
+          .connections = &of.metrics_.connections,
+          .peers_allowed = &of.options_.hand_off_peers,
+          .upgrade = [end = &of.end_](const std::string& program, bool cold) { return end->Upgrade(program, cold); }};
       of.store_->long_calls().OnLeftovers([this] { disposals.NoteLeft(); });
     }
     ~Running() {
@@ -387,8 +404,9 @@ class ServerImpl final : public Server {
     facts.gpus = facts_.gpus;
     facts.threads = workers_->threads();
     facts.start_ns = facts_.start_ns;
-    KV_ASSIGN_OR_RETURN(page_, WebPage::Start(options_.http_listen, &metrics_.all, &errors_, &clock_, std::move(facts),
-                                              options_.http_hosts));
+    KV_ASSIGN_OR_RETURN(
+        page_, WebPage::Start(options_.http_listen, &metrics_.all, &errors_, &clock_, std::move(facts),
+                              options_.http_hosts, FindHanded(options_.sockets, kHttpListen, options_.http_listen)));
     const size_t colon = options_.http_listen.rfind(':');
     facts_.http_listen = absl::StrCat(options_.http_listen.substr(0, colon + 1), page_->port());
     return absl::OkStatus();
@@ -408,36 +426,20 @@ class ServerImpl final : public Server {
     return running_->loop.timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
   }
 
-  void BeginTermination() {
-    if (terminating_) return static_cast<void>(stop_ = true);
-    terminating_ = true;
-    drain_.Set(true);
-    spdlog::info("draining: {} sequences are held and {} received ones wait to be claimed; waiting at most {} s",
-                 held_.count(), incoming_->tickets().size(), options_.drain_s);
-    drain_deadline_ = running_->loop.timer()
-                          .afterDelay(options_.drain_s * kj::SECONDS)
-                          .then([this] {
-                            if (held_.count() > 0)
-                              spdlog::warn("{} sequences are still held, and are lost", held_.count());
-                            stop_ = true;
-                          })
-                          .eagerlyEvaluate(nullptr);
-  }
-
-  // What a peer was told is accepted counts as held, until it is claimed or expires.
-  bool Over() const {
-    return stop_ || (terminating_ && held_.count() == 0 && running_->outgoing.active().all() == 0 &&
-                     incoming_->tickets().size() == 0 && store_->report().Use().unwritten_blocks == 0);
+  // What listens goes on to listen, for the successor.
+  void HandOver() {
+    std::vector<HandedSocket>& sockets = successor_.sockets;
+    access_.HandOver(&sockets);
+    HandSocket(kPeerListen, options_.peer_listen, transport_->listen_fd(), &sockets);
+    HandSocket(kMetricsListen, options_.metrics_listen, exporter_ == nullptr ? -1 : exporter_->listen_fd(), &sockets);
+    HandSocket(kHttpListen, options_.http_listen, page_ == nullptr ? -1 : page_->listen_fd(), &sockets);
   }
 
   kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {
     signalfd_siginfo signal;
     while (read(fd, &signal, sizeof signal) == sizeof signal) {
-      if (signal.ssi_signo == SIGHUP) {
-        access_.ReadFilesAgain(background_.get(), &queue_, &running_->files);
-      } else {
-        BeginTermination();
-      }
+      if (signal.ssi_signo != SIGHUP) end_.Terminate();
+      if (signal.ssi_signo == SIGHUP) access_.ReadFilesAgain(background_.get(), &queue_, &running_->files);
     }
     return observer.whenBecomesReadable().then([this, fd, &observer] { return ReadSignals(fd, observer); });
   }
@@ -483,8 +485,8 @@ class ServerImpl final : public Server {
   std::unique_ptr<WebPage> page_;
 
   Running* running_ = nullptr;  // while Run runs. The loop's thread, as what follows
-  bool stop_ = false, terminating_ = false;
-  kj::Promise<void> drain_deadline_ = nullptr;
+  ServerEnd end_;
+  Successor successor_;
 };
 
 }  // namespace

@@ -19,6 +19,7 @@
 
 #include "absl/status/statusor.h"
 #include "kvmanager/daemon/options.h"
+#include "kvmanager/daemon/upgrade.h"
 
 namespace kvmanager {
 
@@ -45,6 +46,10 @@ class Server {
   virtual std::string admin_address() const = 0;    // empty: none
   /// The metrics in Prometheus' text format.
   virtual std::string MetricsText() const = 0;
+
+  /// What is to go on in this process, by the sockets that it had: Run ended for an upgrade (Admin.upgrade). Once,
+  /// behind Run; only destruction may follow, and where no GPU is used not even that.
+  virtual Successor TakeSuccessor() = 0;
 };
 
 }  // namespace kvmanager

@@ -19,6 +19,7 @@ namespace kvmanager {
 namespace {
 
 constexpr mode_t kAdminMode = 0600;
+constexpr char kListen[] = "--listen", kAdminListen[] = "--admin-listen";
 
 }  // namespace
 
@@ -81,7 +82,8 @@ absl::Status ServerAccess::Open(PageStore* store, DaemonFacts* facts) {
   store_ = store;
   KV_RETURN_IF_ERROR(SetTable(std::move(tenants_)));
   for (const std::string& address : options_.listen) {
-    KV_ASSIGN_OR_RETURN(std::unique_ptr<ListenSocket> socket, ListenSocket::Bind(address));
+    KV_ASSIGN_OR_RETURN(std::unique_ptr<ListenSocket> socket,
+                        ListenSocket::Bind(address, {.inherited = FindHanded(options_.sockets, kListen, address)}));
     sockets_.push_back(std::move(socket));
   }
   facts->listen = absl::StrJoin(sockets_, ",",
@@ -94,11 +96,24 @@ absl::Status ServerAccess::Open(PageStore* store, DaemonFacts* facts) {
                      : "--listen has no Unix socket with room for PATH.admin; name one with --admin-listen unix:PATH");
     return absl::OkStatus();
   }
-  KV_ASSIGN_OR_RETURN(
-      std::unique_ptr<ListenSocket> admin,
-      ListenSocket::Bind(facts->admin_listen, {.flag = "--admin-listen", .mode = kAdminMode, .admin = true}));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ListenSocket> admin,
+                      ListenSocket::Bind(facts->admin_listen, {.flag = kAdminListen,
+                                                               .mode = kAdminMode,
+                                                               .admin = true,
+                                                               .inherited = FindHanded(options_.sockets, kAdminListen,
+                                                                                       facts->admin_listen)}));
   sockets_.push_back(std::move(admin));
   return absl::OkStatus();
+}
+
+void ServerAccess::HandOver(std::vector<HandedSocket>* sockets) {
+  for (size_t i = 0; i < sockets_.size(); ++i) {
+    const bool admin = sockets_[i]->admin();
+    // By what was asked for: a port that was 0 stays.
+    HandSocket(admin ? kAdminListen : kListen, admin ? sockets_[i]->address() : options_.listen[i], sockets_[i]->fd(),
+               sockets);
+    sockets_[i]->LeaveFile();
+  }
 }
 
 void ServerAccess::ReadFilesAgain(WorkerPool* workers, MessageQueue* queue, kj::Promise<void>* reading) {

@@ -39,6 +39,9 @@ class ServerAccess {
   /// admin socket, and writes what was bound into `facts`. Errors: StoreReport::SetQuotas's, ListenSocket's.
   absl::Status Open(PageStore* store, DaemonFacts* facts);
 
+  /// Adds duplicates of the sockets, whose files stay.
+  void HandOver(std::vector<HandedSocket>* sockets);
+
   const std::vector<std::unique_ptr<ListenSocket>>& sockets() const { return sockets_; }
   const Principals* principals() const { return &principals_; }
   const TlsSwitch* tls() const { return &tls_; }

@@ -13,7 +13,7 @@
 namespace kvmanager {
 
 struct KeptManifest::RegionHead {
-  char format[8] = {'k', 'v', 'k', 'e', 'p', 't', '0', '1'};
+  char format[8] = {};
   uint64_t bytes = 0, pool_bytes = 0, slab_bytes = 0, seed = 0;
   uint64_t zeros[2] = {};
   uint64_t check = 0;  // of what is before it
@@ -57,6 +57,8 @@ uint64_t KeptManifest::CheckOf(const uint8_t* entry, uint64_t bytes) const {
 
 KeptManifest::RegionHead KeptManifest::HeadOf(const Pool& pool, uint64_t seed) {
   RegionHead head;
+  static_assert(sizeof kFormat == sizeof head.format + 1);
+  std::copy_n(kFormat, sizeof head.format, head.format);
   head.seed = seed;
   head.bytes = BytesFor(pool);
   head.pool_bytes = pool.bytes;

@@ -51,6 +51,7 @@ class KeptManifest {
  public:
   static constexpr size_t kPagesMax = 1024, kTenantBytesMax = 512;
   static constexpr uint64_t kBytesMin = 1 << 20;
+  static constexpr char kFormat[] = "kvkept01";
 
   /// The pool that it is of.
   struct Pool {

@@ -266,6 +266,20 @@ class AdminService final : public api::Admin::Server {
     });
   }
 
+  kj::Promise<void> upgrade(UpgradeContext context) override {
+    return Serve(*session_, Method::kUpgrade, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const std::string program(ViewOf(context.getParams().getProgram()));
+      const bool cold = context.getParams().getCold();
+      context.releaseParams();
+      spdlog::info("\"{}\" asks for an upgrade", session_->name());
+      return parts_.upgrade(program, cold)
+          .then([this, context](absl::Status status) mutable {
+            if (!status.ok()) ServeError(*session_, Method::kUpgrade, status, context);
+          })
+          .attach(thisCap());
+    });
+  }
+
  private:
   template <typename Context, typename Body>
   kj::Promise<void> Answer(Method method, Context& context, Body&& body) {

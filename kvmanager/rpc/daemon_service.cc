@@ -314,9 +314,10 @@ class DaemonService final : public api::Daemon::Server {
     reply.setApiMinor(api::API_MINOR);
     reply.setBootEpoch(facts.boot_epoch);
     reply.setVersion(TextOf(facts.version));
-    std::vector<const char*> names = {
-        "inline", "hand-off",     "hand-off-stream", "output-factors", "prompt-tokens", "choose-peer", "recompute",
-        "read",   "metrics-text", "tokens",          "limits",         "blocks",        "explain",     "retain"};
+    std::vector<const char*> names = {"inline",        "hand-off",    "hand-off-stream", "output-factors",
+                                      "prompt-tokens", "choose-peer", "recompute",       "read",
+                                      "metrics-text",  "tokens",      "limits",          "blocks",
+                                      "explain",       "retain",      "upgrade"};
     if (parts_.cache.block_calls->MayMap(*session_)) names.push_back("map-blocks");
     if (!session_->proof().admin) names.push_back("admin-socket");
     if (session_->proof().unix_socket) names.push_back("arena");

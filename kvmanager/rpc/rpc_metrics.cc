@@ -29,7 +29,7 @@ const char* MethodName(Method method) {
       "handOff",   "beginHandOff",   "finishHandOff", "sequenceInfo", "copy",
       "mapSlab",   "status",         "caches",        "sequences",    "peers",
       "drain",     "undrain",        "purge",         "recompute",    "metrics",
-      "limits",    "explain",
+      "limits",    "explain",        "upgrade",
   };
   return kNames[static_cast<int>(method)];
 }

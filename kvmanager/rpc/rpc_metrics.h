@@ -53,9 +53,10 @@ enum class Method : int {
   kRecomputeStatus,
   kMetricsText,
   kLimits,
-  kExplain,  // Admin
+  kExplain,
+  kUpgrade,  // Admin
 };
-constexpr int kMethods = static_cast<int>(Method::kExplain) + 1;
+constexpr int kMethods = static_cast<int>(Method::kUpgrade) + 1;
 const char* MethodName(Method method);
 
 /// Why a connection ended; label `reason`.

@@ -14,7 +14,9 @@
 // capability.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "codecs/registry.h"
 #include "codecs/waiting_codec.h"
@@ -88,6 +90,8 @@ struct AdminParts {
   const Metrics* all_metrics = nullptr;
   const ConnectionMetrics* connections = nullptr;
   const std::vector<std::string>* peers_allowed = nullptr;  // CheckPeersAllowed's
+  /// Admin's: resolves before the daemon ends for it.
+  std::function<kj::Promise<absl::Status>(const std::string& program, bool cold)> upgrade;
 };
 
 struct DaemonParts {
