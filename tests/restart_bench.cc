@@ -1,7 +1,8 @@
 // How soon a daemon whose memory outlived the one before serves: blocks are published, the daemon is killed, and
-// another is started on the same memory. Then how long it takes to match a prefix among so many blocks.
+// another is started on the same memory, or it is upgraded. Then how long it takes to match a prefix among so many
+// blocks.
 //
-//   bazel run --config=opt //tests:restart_bench -- [--blocks=N]
+//   bazel run --config=opt //tests:restart_bench -- [--blocks=N] [--upgrade]
 //
 // Blocks are of one page of 8 KiB, so a million take 8 GiB.
 #include <unistd.h>
@@ -108,7 +109,23 @@ absl::Status Match(Client& client, client::Cache& cache, uint32_t texts) {
   return absl::OkStatus();
 }
 
-absl::Status Run(uint64_t blocks) {
+/// From the last call that the daemon answers to the first that its successor does.
+struct Gap {
+  double begin, end;
+};
+absl::StatusOr<Gap> Upgrade(const DaemonProcess& daemon) {
+  KV_ASSIGN_OR_RETURN(auto client, Client::Connect(daemon.listen(), {.connect_ms = 60000}));
+  const double asked = Seconds();
+  KV_RETURN_IF_ERROR(client->Upgrade("", /*cold=*/false));
+  Gap gap{Seconds(), 0};
+  std::printf("the new program was tried in %.3f s\n", gap.begin - asked);
+  while (client->Ping().ok()) gap.begin = Seconds();
+  KV_RETURN_IF_ERROR(client->Reconnect());
+  gap.end = Seconds();
+  return gap;
+}
+
+absl::Status Run(uint64_t blocks, bool upgrade) {
   const TempDir folder;
   const std::string state = folder.path() + "/state";
   DaemonOptions options;
@@ -129,10 +146,17 @@ absl::Status Run(uint64_t blocks) {
   }
   const double recorded = Metric(*daemon, "kvmanager_recorded_blocks");
   std::printf("%.0f blocks are published, %.0f recorded\n", Metric(*daemon, "kvmanager_published_blocks"), recorded);
-  daemon->Kill();
-  const double begin = Seconds();
-  KV_ASSIGN_OR_RETURN(daemon, DaemonProcess::Start(options));
-  const double ready = Seconds();
+  double begin = Seconds(), ready = 0;
+  if (upgrade) {
+    KV_ASSIGN_OR_RETURN(const Gap gap, Upgrade(*daemon));
+    begin = gap.begin;
+    ready = gap.end;
+  } else {
+    daemon->Kill();
+    begin = Seconds();
+    KV_ASSIGN_OR_RETURN(daemon, DaemonProcess::Start(options));
+    ready = Seconds();
+  }
   KV_ASSIGN_OR_RETURN(auto client, Client::Connect(daemon->listen(), {}));
   KV_ASSIGN_OR_RETURN(auto cache, client->OpenCache(Shape()));
   const double opened = Seconds();
@@ -145,8 +169,8 @@ absl::Status Run(uint64_t blocks) {
   const double hit = Seconds();
   while (Metric(*daemon, "kvmanager_unclaimed_blocks") > 0) usleep(20000);
   const double claimed = Seconds();
-  std::printf("%.0f of them were recovered; seconds after the start:\n",
-              Metric(*daemon, "kvmanager_recovered_blocks_total"));
+  std::printf("%.0f of them were recovered; seconds after the %s:\n",
+              Metric(*daemon, "kvmanager_recovered_blocks_total"), upgrade ? "last answer" : "start");
   std::printf("  ready %.3f, cache open %.3f, %d blocks of a prefix hit and verified %.3f, all claimed %.3f\n",
               ready - begin, opened - begin, hits, hit - begin, claimed - begin);
   KV_RETURN_IF_ERROR(Match(*client, *cache, static_cast<uint32_t>(blocks / kBlocksOfText)));
@@ -165,13 +189,18 @@ absl::Status Run(uint64_t blocks) {
 
 int RunBench(int argc, char** argv) {
   uint64_t blocks = 1000000;
+  bool upgrade = false;
   for (int i = 1; i < argc; ++i) {
     absl::string_view flag = argv[i];
     if (absl::ConsumePrefix(&flag, "--blocks=") && absl::SimpleAtoi(flag, &blocks) && blocks >= kBlocksOfText) continue;
-    std::fprintf(stderr, "usage: restart_bench [--blocks=N], N at least %d\n", kBlocksOfText);
+    if (flag == "--upgrade") {
+      upgrade = true;
+      continue;
+    }
+    std::fprintf(stderr, "usage: restart_bench [--blocks=N] [--upgrade], N at least %d\n", kBlocksOfText);
     return 2;
   }
-  const absl::Status status = Run(blocks);
+  const absl::Status status = Run(blocks, upgrade);
   if (!status.ok()) std::fprintf(stderr, "restart_bench: %s\n", std::string(status.message()).c_str());
   return status.ok() ? 0 : 1;
 }
