@@ -27,7 +27,7 @@ int KindOf(const EvictionRun& run, uint32_t index) {
   return 1 + (run.later ? kFreshClasses : 0) + fresh;
 }
 
-class CostEviction final : public EvictionPolicy {
+class CostEviction final : public CostEvictionPolicy {
  public:
   explicit CostEviction(const CostEvictionOptions& options) : options_(options), ghosts_(options.ghosts) {}
 
@@ -82,6 +82,16 @@ class CostEviction final : public EvictionPolicy {
   Evictable* Victim(uint32_t payer) override { return Next(payer, Of::kAll); }
   Evictable* KeptVictim(uint32_t payer) override { return Next(payer, Of::kKept); }
   Evictable* UnkeptVictim(uint32_t payer) override { return Next(payer, Of::kUnkept); }
+  uint64_t uses() const override { return uses_; }
+  double ChanceOf(const Evictable& block, uint64_t uses) const override {
+    const uint64_t waited = uses_ - block.last_use;
+    double stays = 1;
+    for (int age = ReturnModel::AgeOf(waited); age + 1 < ReturnModel::kAges; ++age) {
+      if (ReturnModel::LeastOf(age) >= waited + uses) break;
+      stays *= 1 - model_.hazard(block.notes.kind, age);
+    }
+    return 1 - stays;
+  }
 
  private:
   using Of = EvictablesOf;
@@ -153,7 +163,7 @@ class CostEviction final : public EvictionPolicy {
 
 }  // namespace
 
-std::unique_ptr<EvictionPolicy> MakeCostEviction(const CostEvictionOptions& options) {
+std::unique_ptr<CostEvictionPolicy> MakeCostEviction(const CostEvictionOptions& options) {
   return std::make_unique<CostEviction>(options);
 }
 

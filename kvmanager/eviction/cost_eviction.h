@@ -17,6 +17,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <memory>
 
@@ -34,6 +35,14 @@ struct CostEvictionOptions {
   double equal_cost_tokens = std::numeric_limits<double>::infinity();
 };
 
-std::unique_ptr<EvictionPolicy> MakeCostEviction(const CostEvictionOptions& options = {});
+class CostEvictionPolicy : public EvictionPolicy {
+ public:
+  /// Of all blocks, so far.
+  virtual uint64_t uses() const = 0;
+  /// How likely `block`, which was touched, is used again before there were so many more uses, as far as was learned.
+  virtual double ChanceOf(const Evictable& block, uint64_t uses) const = 0;
+};
+
+std::unique_ptr<CostEvictionPolicy> MakeCostEviction(const CostEvictionOptions& options = {});
 
 }  // namespace kvmanager

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/eviction/cost_eviction.h"
 #include "kvmanager/simulator/arc_eviction.h"
 #include "kvmanager/simulator/optimum.h"
 
@@ -36,6 +37,7 @@ class SimulatedTier {
   }
 
   bool Has(uint32_t number) const { return blocks_[number].here; }
+  bool full() const { return used_ >= capacity_; }
   uint64_t capacity() const { return capacity_; }
   SimulatedBlock& block(uint32_t number) { return blocks_[number]; }
 
@@ -111,6 +113,13 @@ class Replayer {
       return InvalidField("--tier", absl::StrCat("given ", options_.tiers.size(), " times"),
                           absl::StrCat("given 1..", ReplayOptions::kTiersMax, " times"));
     }
+    if (!(options_.least_chance >= 0 && options_.least_chance <= 1)) {
+      return InvalidField("--least-chance", options_.least_chance, "0..1");
+    }
+    if (options_.least_chance > 0 && options_.policy != "cost") {
+      return InvalidField("--least-chance", options_.least_chance,
+                          absl::StrCat("0 with --policy ", options_.policy, ": cost alone learns chances"));
+    }
     if (options_.policy == "optimum") {
       next_uses_ = NextUses(trace_);
       next_use_.assign(trace_.distinct, SIZE_MAX);
@@ -120,7 +129,14 @@ class Replayer {
         return InvalidField(absl::StrCat("--tier ", tier.name), absl::StrCat(tier.bytes, " bytes"),
                             absl::StrCat("at least a block, ", options_.block_bytes));
       }
-      KV_ASSIGN_OR_RETURN(auto policy, MakePolicy());
+      std::unique_ptr<EvictionPolicy> policy;
+      if (tiers_.empty() && options_.least_chance > 0) {
+        auto learns = MakeCostEviction();
+        learns_ = learns.get();
+        policy = std::move(learns);
+      } else {
+        KV_ASSIGN_OR_RETURN(policy, MakePolicy());
+      }
       tiers_.emplace_back(tier, options_.block_bytes, std::move(policy), trace_);
     }
     return absl::OkStatus();
@@ -218,7 +234,26 @@ class Replayer {
       if (i < hits && from_[i] > 0) tiers_[from_[i]].Release(numbers[i], /*of_sequence=*/true);
     }
     for (SimulatedTier& tier : tiers_) tier.EndRun();
+    if (options_.writes_named && tiers_.size() > 1) {
+      for (size_t i = 0; i < kept; ++i) WriteNamed(numbers[i]);
+    }
     return hits;
+  }
+
+  // The second tier gets a copy of what the first one has.
+  void WriteNamed(uint32_t number) {
+    if (!tiers_[0].Has(number) || tiers_[1].Has(number)) return;
+    Demote(0, tiers_[0].block(number));
+    if (tiers_[1].Has(number)) tiers_[0].SetKept(number, true);
+  }
+
+  // Whether a block of the first tier is likely enough to be used before it would go from the second. That is full: as
+  // many uses as it took to write as much as it has.
+  bool IsWorthIt(const SimulatedBlock& block) {
+    if (learns_ == nullptr || !tiers_[1].full()) return true;
+    const double written = static_cast<double>(std::max<uint64_t>(tiers_[0].result.demoted_blocks, 1));
+    const double stays = static_cast<double>(tiers_[1].capacity()) * static_cast<double>(learns_->uses()) / written;
+    return learns_->ChanceOf(block, static_cast<uint64_t>(stays)) >= options_.least_chance;
   }
 
   // `victim` has left a tier: the next lower one gets it.
@@ -228,6 +263,10 @@ class Replayer {
     const uint32_t number = SimulatedTier::NumberOf(victim);
     if (lower.Has(number)) {
       if (lower.block(number).evictable) lower.Release(number, /*of_sequence=*/false);
+      return;
+    }
+    if (from == 0 && !IsWorthIt(victim)) {
+      ++tiers_[0].result.refused_blocks;
       return;
     }
     SimulatedBlock* next;
@@ -245,10 +284,11 @@ class Replayer {
 
   const Trace& trace_;
   const ReplayOptions& options_;
-  std::deque<SimulatedTier> tiers_;  // the highest first; they stay where they are
-  std::vector<size_t> next_uses_;    // of the optimum: [places in the trace]
-  std::vector<size_t> next_use_;     // of it, by number, from now on
-  std::vector<size_t> from_;         // of a request: the tier of each hit
+  std::deque<SimulatedTier> tiers_;             // the highest first; they stay where they are
+  std::vector<size_t> next_uses_;               // of the optimum: [places in the trace]
+  std::vector<size_t> next_use_;                // of it, by number, from now on
+  const CostEvictionPolicy* learns_ = nullptr;  // the first tier's, with least_chance
+  std::vector<size_t> from_;                    // of a request: the tier of each hit
   uint64_t refused_ = 0;
 };
 

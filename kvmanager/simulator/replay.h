@@ -3,7 +3,8 @@
 // It does what the store does for one sequence after the other. A sequence begins with the longest prefix that is
 // found; blocks that a lower tier alone has are copied up, and stay there. All other blocks of the request get room,
 // evicting as a policy says, and then their names; the sequence ends, and its blocks are touched, the last one first.
-// What is evicted goes to the next lower tier, unless that has it. Every block has the same bytes.
+// What is evicted goes to the next lower tier, unless that has it, or ReplayOptions keep it from there. Every block has
+// the same bytes.
 //
 // Not modelled: time that calls and copies take, sequences that overlap, open and raw pages of a running sequence,
 // slabs, several payers. Single-threaded.
@@ -36,6 +37,10 @@ struct ReplayOptions {
   uint64_t block_bytes = 1;
   uint64_t block_tokens = 512;
   double prefill_tokens_per_s = 10000;
+  bool writes_named = false;  // the second tier gets a block as soon as it has a name, as a daemon's disk does
+  /// Of the policy "cost": what is less likely to be used again, before it would go from the second tier, is not copied
+  /// there while that is full. 0..1; 0: everything is.
+  double least_chance = 0;
   std::function<void(size_t requests)> progress;  // told of each request that was replayed; may be empty
 };
 
@@ -47,6 +52,7 @@ struct ReplayResult {
     uint64_t hit_blocks = 0;      // found there and in no higher one, in a prefix without a gap
     uint64_t evicted_blocks = 0;  // that lost their place
     uint64_t demoted_blocks = 0;  // copied from here to the next lower tier
+    uint64_t refused_blocks = 0;  // not copied there, for ReplayOptions::least_chance
     uint64_t fetched_blocks = 0;  // copied from here to the highest
   };
   struct Part {

@@ -169,6 +169,15 @@ void AddSimulateOptions(CLI::App& app, SimulateArguments& a) {
       ->capture_default_str();
   app.add_option("--read-rate", a.read_rates, "bytes a second that a lower tier is read with (default: no time)")
       ->type_name("NAME=BYTES");
+  app.add_flag("--write-named", a.writes_named,
+               "the second tier gets each block when it was computed, as the daemon's disk does, and not when it is "
+               "evicted");
+  app.add_option("--least-chance", a.least_chance,
+                 "with --policy cost: what is less likely to be used again before it would go from the second tier is "
+                 "not copied there, once that is full; 0..1")
+      ->capture_default_str();
+  app.add_flag("--full-blocks", a.full_blocks,
+               "without blocks that a request's tokens do not fill, which a daemon does not name");
   app.add_option("--svg", a.svg, "write a plot of the hit ratio over the trace")->type_name("FILE");
   app.add_flag("--quiet", a.quiet, "no progress on stderr");
 }
@@ -191,7 +200,8 @@ absl::Status RunSimulate(const SimulateArguments& given, bool json) {
     if (!svg.is_open()) return absl::NotFoundError(absl::StrCat("--svg: ", arguments.svg, " cannot be written"));
   }
   Progress progress(arguments.quiet);
-  KV_ASSIGN_OR_RETURN(const Trace trace, ReadTraceFile(arguments.trace, nullptr));
+  KV_ASSIGN_OR_RETURN(Trace trace, ReadTraceFile(arguments.trace, nullptr));
+  if (arguments.full_blocks) trace = WithFullBlocks(trace, arguments.trace_block_tokens);
   report.requests = trace.requests.size();
   report.blocks = trace.blocks.size();
   report.distinct = trace.distinct;
@@ -202,7 +212,9 @@ absl::Status RunSimulate(const SimulateArguments& given, bool json) {
                           .policy = policy,
                           .block_bytes = report.block_bytes,
                           .block_tokens = report.block_tokens,
-                          .prefill_tokens_per_s = report.prefill_tokens_per_s};
+                          .prefill_tokens_per_s = report.prefill_tokens_per_s,
+                          .writes_named = arguments.writes_named,
+                          .least_chance = arguments.least_chance};
     options.progress = [&](size_t requests) { progress.Show(policy, requests, trace.requests.size()); };
     KV_ASSIGN_OR_RETURN(ReplayResult result, Replay(trace, options));
     report.runs.push_back({policy, std::move(result)});

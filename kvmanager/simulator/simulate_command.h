@@ -19,6 +19,8 @@ struct SimulateArguments {
   int layers = 32, kv_heads = 8, head_dim = 128, page_tokens = 64;
   uint64_t trace_block_tokens = 512;
   double prefill_rate = 10000;
+  double least_chance = 0;
+  bool writes_named = false, full_blocks = false;
   bool quiet = false;
 };
 

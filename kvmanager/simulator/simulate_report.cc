@@ -83,6 +83,7 @@ nlohmann::json ReportToJson(const SimulateReport& report) {
                               {"hit_ratio", Share(tier.hit_blocks, result.all.blocks)},
                               {"hit_blocks", tier.hit_blocks},
                               {"evicted_blocks", tier.evicted_blocks},
+                              {"refused_blocks", tier.refused_blocks},
                               {"demoted_bytes", tier.demoted_blocks * report.block_bytes},
                               {"fetched_bytes", tier.fetched_blocks * report.block_bytes}});
     }

@@ -45,6 +45,20 @@ TEST(TraceTest, ReadsSessionsOfAgents) {
   EXPECT_EQ(times, (std::vector<double>{0, 0.1, 0.12, 0.15}));
 }
 
+TEST(TraceTest, MayBeWithoutBlocksThatAreNotFull) {
+  const auto trace = Read(
+      "{\"timestamp\": 1, \"input_length\": 1000, \"hash_ids\": [7, 8]}\n"
+      "{\"timestamp\": 2, \"input_length\": 1024, \"hash_ids\": [7, 9]}\n"
+      "{\"timestamp\": 3, \"input_length\": 5, \"hash_ids\": [7]}\n");
+  ASSERT_TRUE(trace.ok()) << trace.status();
+  const Trace full = WithFullBlocks(*trace, 512);
+  EXPECT_EQ(full.blocks, (std::vector<uint32_t>{0, 0, 1}));
+  EXPECT_EQ(full.distinct, 2u);
+  ASSERT_EQ(full.requests.size(), 3u);
+  EXPECT_EQ(full.BlocksOf(full.requests[1]), (std::vector<uint32_t>{0, 1}));
+  EXPECT_EQ(full.requests[2].blocks, 0u);
+}
+
 TEST(TraceTest, SaysWhatIsWrong) {
   const std::string good = "{\"timestamp\": 1, \"input_length\": 1, \"hash_ids\": [1]}\n";
   const std::pair<const char*, const char*> cases[] = {
@@ -128,6 +142,42 @@ TEST(ReplayTest, ALowerTierHasWhatWasEvicted) {
   EXPECT_EQ(result.tiers[0].demoted_blocks, 6u);  // once each: the lower tier keeps what is fetched
 }
 
+TEST(ReplayTest, TheSecondTierMayGetWhatIsNamed) {
+  const Trace trace = TraceOf({{0, 1, 2}, {3, 4, 5}, {0, 1, 2}});
+  ReplayOptions options{.tiers = {{"host", 9}, {"disk", 9}}, .policy = "lru", .writes_named = true};
+  const auto result = Replay(trace, options);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->tiers[0].hit_blocks, 3u);
+  EXPECT_EQ(result->tiers[0].demoted_blocks, 6u);  // each once
+  EXPECT_EQ(result->tiers[0].evicted_blocks, 0u);
+}
+
+// Conversations whose turns return, each once, soon, and prompts that never do.
+TEST(ReplayTest, WhatWillHardlyReturnIsNotCopied) {
+  std::vector<std::vector<uint32_t>> requests;
+  uint32_t next = 0;
+  for (int round = 0; round < 3000; ++round) {
+    const uint32_t talk = next, prompt = next + 6;
+    next += 12;
+    requests.push_back({talk, talk + 1, talk + 2});
+    requests.push_back({prompt, prompt + 1, prompt + 2, prompt + 3, prompt + 4, prompt + 5});
+    requests.push_back({talk, talk + 1, talk + 2, talk + 3, talk + 4, talk + 5});
+  }
+  const Trace trace = TraceOf(requests);
+  ReplayOptions options{.tiers = {{"host", 8}, {"disk", 80}}, .policy = "cost"};
+  const auto all = Replay(trace, options);
+  options.least_chance = 0.1;
+  const auto some = Replay(trace, options);
+  ASSERT_TRUE(all.ok() && some.ok()) << all.status() << some.status();
+  EXPECT_EQ(all->tiers[0].refused_blocks, 0u);
+  EXPECT_GT(some->tiers[0].refused_blocks, all->tiers[0].demoted_blocks / 5);
+  EXPECT_LT(some->tiers[0].demoted_blocks, all->tiers[0].demoted_blocks * 4 / 5);
+  EXPECT_GT(some->all.ratio(), all->all.ratio() - 0.02);
+  std::printf("copied %llu of %llu blocks, hits %.3f and %.3f\n",
+              static_cast<unsigned long long>(some->tiers[0].demoted_blocks),
+              static_cast<unsigned long long>(all->tiers[0].demoted_blocks), some->all.ratio(), all->all.ratio());
+}
+
 TEST(ReplayTest, ARequestThatDoesNotFitStoresNothing) {
   const Trace trace = TraceOf({{0, 1}, {2, 3, 4, 5}, {0, 1}});
   const ReplayResult result = ReplayIn(trace, "cost", {3});
@@ -144,6 +194,12 @@ TEST(ReplayTest, RefusesWhatMakesNoSense) {
   EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status()));
   options.block_bytes = 1;
   options.policy = "fifo";
+  EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status()));
+  options.policy = "lru";
+  options.least_chance = 0.1;
+  EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status())) << "it learns no chances";
+  options.policy = "cost";
+  options.least_chance = 1.5;
   EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status()));
 }
 

@@ -172,4 +172,22 @@ Trace MakeTrace(uint64_t seed, size_t requests) {
   return trace;
 }
 
+Trace WithFullBlocks(const Trace& trace, uint64_t block_tokens) {
+  Trace full;
+  constexpr uint32_t kNone = UINT32_MAX;
+  std::vector<uint32_t> numbers(trace.distinct, kNone);  // of those that are left
+  for (TraceRequest request : trace.requests) {
+    const auto blocks =
+        trace.BlocksOf(request).first(std::min<size_t>(request.blocks, request.input_tokens / block_tokens));
+    request.first = full.blocks.size();
+    request.blocks = blocks.size();
+    for (const uint32_t block : blocks) {
+      if (numbers[block] == kNone) numbers[block] = static_cast<uint32_t>(full.distinct++);
+      full.blocks.push_back(numbers[block]);
+    }
+    full.requests.push_back(request);
+  }
+  return full;
+}
+
 }  // namespace kvmanager::simulator

@@ -48,6 +48,9 @@ absl::StatusOr<Trace> ReadTrace(std::istream& in, const std::function<void(size_
 /// The same of a file. Errors: NOT_FOUND too.
 absl::StatusOr<Trace> ReadTraceFile(const std::string& path, const std::function<void(size_t)>& progress);
 
+/// Leaves out what a daemon would not name: the last block of a request, where its tokens do not fill it.
+Trace WithFullBlocks(const Trace& trace, uint64_t block_tokens);
+
 /// A trace of conversations, made up from a seed, for tests: turns that come back after a while, a first block that all
 /// share, last blocks that no one asks for again.
 Trace MakeTrace(uint64_t seed, size_t requests);
