@@ -101,10 +101,12 @@ struct Leaving {
 // Ends when the daemon has become another program, and with it the last user of the memory.
 int WaitAndEnd(void* argument) {
   constexpr int kFd = 3;
-  syscall(SYS_dup3, static_cast<Leaving*>(argument)->read, kFd, 0);
-  syscall(SYS_close_range, kFd + 1U, ~0U, 0U);
+  const int read = static_cast<Leaving*>(argument)->read;
+  // It has nothing else open: no socket, and not the end that is waited for.
+  const bool alone =
+      (read == kFd || syscall(SYS_dup3, read, kFd, 0) == kFd) && syscall(SYS_close_range, kFd + 1U, ~0U, 0U) == 0;
   char byte;
-  while (syscall(SYS_read, kFd, &byte, sizeof byte) < 0 && errno == EINTR) {
+  while (alone && syscall(SYS_read, kFd, &byte, sizeof byte) < 0 && errno == EINTR) {
   }
   syscall(SYS_exit_group, 0);
   return 0;
