@@ -41,6 +41,8 @@ class Chaos(unittest.TestCase):
             kvmanager_testing.daemon_program(),
             "--disk-stress",
             kvmanager_testing.data_path("tests/disk_stress"),
+            "--kvctl",
+            kvmanager_testing.data_path("client/cli/kvctl"),
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         # That nothing is lost says something only of what was looked for.

@@ -3,8 +3,8 @@ durable.
 
 In each round kvmanagerd starts on the folder that the last one left, a client (tests/disk_stress.cc) checks it against a
 file of what is expected, publishes more, and notes there what is durable; then, at a moment that the seed says, the
-daemon is killed (kill -9), or ended by SIGTERM. In half of the rounds the keeper of its memory is killed behind it, so
-that the disk alone has what comes back. In some the disk fails now and then (failpoints: writes, reads, syncs). These are
+daemon is killed (kill -9), ended by SIGTERM, or upgraded (kvctl upgrade), after which it is the next round's. In half of
+the rounds the keeper of its memory is killed behind it, so that the disk alone has what comes back. In some the disk fails now and then (failpoints: writes, reads, syncs). These are
 counted, and each must be 0:
 
   lost         a block that was durable is not there
@@ -45,7 +45,9 @@ class DiskChaos:
     def __init__(self, options: argparse.Namespace, folder: pathlib.Path) -> None:
         self._options, self._folder = options, folder
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.events = {"kill -9": 0, "SIGTERM": 0, "keeper killed": 0, "with failpoints": 0}
+        self._upgraded: tuple[subprocess.Popen, str, str] | None = None  # a daemon that runs
+        self._faulty = False  # it has failpoints
+        self.events = {"kill -9": 0, "SIGTERM": 0, "upgrade": 0, "keeper killed": 0, "with failpoints": 0}
         self.sums: dict[str, int] = {}
         self.notes: list[str] = []
         self.rounds = 0
@@ -83,6 +85,15 @@ class DiskChaos:
         self._note("failed start", f"kvmanagerd ended with {daemon.wait()}")
         return None
 
+    def _upgrade(self, daemon: subprocess.Popen, listen: str) -> None:
+        """Another program goes on in the daemon's process: the same one."""
+        done = subprocess.run([self._options.kvctl, "--connect", listen, "upgrade"], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            self._note("unexpected", f"kvctl upgrade: {done.stderr.strip()}")
+        for line in daemon.stdout if daemon.poll() is None and done.returncode == 0 else ():
+            if line.startswith("kvmanagerd ready"):
+                break
+
     def _kill_keeper(self) -> bool:
         """The process that keeps the daemon's memory, if there is one."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as keeper:
@@ -103,13 +114,17 @@ class DiskChaos:
         draw = random.Random(f"{self._options.seed}/{self.rounds}")
         faulty = draw.random() < 0.3
         failpoints = ""
-        if faulty:
+        started, self._upgraded = self._upgraded, None
+        if started is not None:
+            faulty = self._faulty
+        elif faulty:
             self.events["with failpoints"] += 1
             names = draw.sample(FAILPOINTS, draw.randint(1, len(FAILPOINTS)))
             failpoints = ",".join([f"{name}=1/{draw.randint(3, 40)}" for name in names] + [f"seed={draw.randrange(1 << 32)}"])
-        started = self._start(failpoints)
+        started = started or self._start(failpoints)
         if started is None:
             return
+        self._faulty = faulty
         daemon, listen, metrics = started
         client = subprocess.Popen(
             [self._options.disk_stress, listen, metrics, str(self._folder / "expected"), str(draw.randrange(1 << 32))]
@@ -128,15 +143,21 @@ class DiskChaos:
         time.sleep(draw.uniform(0.0, 0.6))
         if daemon.poll() is not None:
             self._note("unexpected", f"the daemon ended with {daemon.returncode} by itself")
-        gently = draw.random() < 0.2
-        self.events["SIGTERM" if gently else "kill -9"] += 1
+        how = draw.choices(("kill -9", "SIGTERM", "upgrade"), (5, 2, 3))[0]
+        gently = how == "SIGTERM"
+        self.events[how] += 1
         if gently:
             client.kill()  # else its sequence is waited for
-        daemon.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
-        code = daemon.wait(timeout=START_S)
-        if gently and code != 0:
-            self._note("unexpected", f"the daemon ended with {code} at SIGTERM")
-        daemon.stdout.close()
+        if how == "upgrade":
+            self._upgrade(daemon, listen)
+            if daemon.poll() is None:
+                self._upgraded = started
+        else:
+            daemon.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
+            code = daemon.wait(timeout=START_S)
+            if gently and code != 0:
+                self._note("unexpected", f"the daemon ended with {code} at SIGTERM")
+            daemon.stdout.close()
         if draw.random() < 0.5:
             self.events["keeper killed"] += self._kill_keeper()
         try:
@@ -178,6 +199,10 @@ class DiskChaos:
                 print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
     def end(self) -> None:
+        if self._upgraded is not None:
+            self._upgraded[0].kill()
+            self._upgraded[0].wait()
+            self._upgraded[0].stdout.close()
         self._kill_keeper()
 
     def summary(self) -> str:

@@ -259,7 +259,6 @@ class ServerImpl final : public Server {
   std::string admin_address() const override { return facts_.admin_listen; }
   std::string MetricsText() const override { return metrics_.all.Text(); }
   Successor TakeSuccessor() override {
-    page_.reset();
     exporter_.reset();
     return std::exchange(successor_, {});
   }
@@ -433,6 +432,7 @@ class ServerImpl final : public Server {
     HandSocket(kPeerListen, options_.peer_listen, transport_->listen_fd(), &sockets);
     HandSocket(kMetricsListen, options_.metrics_listen, exporter_ == nullptr ? -1 : exporter_->listen_fd(), &sockets);
     HandSocket(kHttpListen, options_.http_listen, page_ == nullptr ? -1 : page_->listen_fd(), &sockets);
+    RunSuccessorAtTheLatest(successor_, options_);
   }
 
   kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <filesystem>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -186,16 +187,31 @@ absl::StatusOr<CheckedSuccessor> CheckSuccessor(const Options& options, const st
 }
 
 void LeaveMemory() {
-  int ends[2];
+  int ends[2], alone[2];
   if (pipe2(ends, O_CLOEXEC) != 0) return;
+  if (pipe2(alone, O_CLOEXEC) != 0) return static_cast<void>((close(ends[0]), close(ends[1])));
   // Both run in this memory, on stacks of their own. The first one ends at once, so that nobody has to reap the second.
   static Leaving leaving;
   leaving.read = ends[0];
   const pid_t pid = clone(Leave, leaving.first + sizeof leaving.first, CLONE_VM | SIGCHLD, &leaving);
   while (pid > 0 && waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
   }
+  // Until the second one has closed what it has of this process's: locks of folders, sockets.
+  close(alone[1]);
+  char byte;
+  while (read(alone[0], &byte, sizeof byte) < 0 && errno == EINTR) {
+  }
+  close(alone[0]);
   close(ends[0]);
   // The other end stays open until exec().
+}
+
+void RunSuccessorAtTheLatest(const Successor& successor, const Options& options) {
+  std::thread([successor, options] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(kEndMs));
+    std::fprintf(stderr, "kvmanagerd: it has not ended after %d ms, and is left as it is\n", kEndMs);
+    _exit(RunSuccessor(successor, options));
+  }).detach();
 }
 
 int RunSuccessor(const Successor& successor, const Options& options) {

@@ -46,6 +46,11 @@ inline constexpr int kCheckMs = 4000;
 /// second for each 10 to 20 GiB. Nothing if there can be no other process. Just before RunSuccessor.
 void LeaveMemory();
 
+/// From a thread of its own RunSuccessor takes place after kEndMs, however far this process has come by then: what it
+/// leaves is as after a kill, which its successor can bear.
+void RunSuccessorAtTheLatest(const Successor& successor, const Options& options);
+inline constexpr int kEndMs = 1000;
+
 /// Returns, with an exit status, if neither the successor nor this program can be run.
 int RunSuccessor(const Successor& successor, const Options& options);
 
