@@ -26,6 +26,15 @@ uint64_t StayingBytes(const Block& block) {
   return bytes;
 }
 
+// Whether the disk has the block: then it is kept there.
+bool IsOnDisk(const DiskWrites::Parts& parts, Block* block) {
+  const DiskBlock* const there = parts.disk->Find(block->cache->digest, block->name.key);
+  if (there == nullptr) return false;
+  if (!there->retention.is_of_policy()) parts.host->eviction().Retain(block, there->retention);
+  parts.host->SetKept(block, true);
+  return true;
+}
+
 }  // namespace
 
 class DiskWrites::Waiting final : public EncodeWaiter {
@@ -74,10 +83,7 @@ void DiskWrites::ShowUnwritten() { parts_.metrics->unwritten_blocks.Set(static_c
 
 void DiskWrites::NoteNamed(Block* block) {
   if (parts_.disk == nullptr || block->cache->tier != parts_.host) return;
-  if (const DiskBlock* const there = parts_.disk->Find(block->cache->digest, block->name.key)) {
-    if (!there->retention.is_of_policy()) parts_.host->eviction().Retain(block, there->retention);
-    return parts_.host->SetKept(block, true);
-  }
+  if (IsOnDisk(parts_, block)) return;
   const PayerId payer = block->cache->payer;
   if (named_.size() >= kQueuedMax || named_of_.Of(payer) >= kPayerQueuedMax) return;
   named_.push_back({block->cache->id, block->name.key, payer});
@@ -109,8 +115,8 @@ bool DiskWrites::WriteNext() {
     const Named next = named_.front();
     const auto cache = parts_.caches->Find(next.cache);
     Block* const block = cache.ok() ? (*cache)->table.FindKey(next.key) : nullptr;
-    // Written meanwhile, or gone.
-    if (block == nullptr || block->kept || writing_.contains(block)) {
+    // Written meanwhile, or gone; or found on the disk since, whose index had not been read, or not all of it.
+    if (block == nullptr || block->kept || writing_.contains(block) || IsOnDisk(parts_, block)) {
       PopNamed();
       continue;
     }
@@ -194,12 +200,14 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   const auto written = writing_.find(block);
   const bool purged = written->second;
   writing_.erase(written);
+  bool again = false;
   if (block->published && block->name.key == key) {
     if (durable) {
       if (!block->retention.is_of_policy()) parts_.disk->Retain(cache->digest, key, block->retention);
       parts_.host->SetKept(block, true);
-    } else if (!purged) {
-      named_.push_front({cache->id, key, cache->payer});  // once the disk takes blocks again
+    } else if (!purged && !IsOnDisk(parts_, block)) {
+      again = true;
+      named_.push_back({cache->id, key, cache->payer});
       named_of_.Add(cache->payer);
     }
   }
@@ -210,7 +218,8 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   --cache->leases;
   if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
   ShowUnwritten();
-  if (!named_.empty()) Ask();
+  // Not for what was refused: the disk would refuse it again, and nothing else would be done meanwhile. TryAgain does.
+  if (!named_.empty() && !again) Ask();
 }
 
 // At once: a block that is published again by the same name must not be taken for what goes.

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "kvmanager/store/disk_fixture.h"
@@ -114,6 +115,41 @@ TEST_F(PageStoreDiskWritesTest, AFailedWriteIsDoneAgainWhenTheDiskTakesBlocks) {
   Finish();
   EXPECT_EQ(disk_.stored.size(), 2u);
   EXPECT_EQ(store().report().Use().unwritten_blocks, 0u);
+}
+
+TEST_F(PageStoreDiskWritesTest, WhatTheDiskIsFoundToHaveIsNotWrittenAgain) {
+  const Text text = MakeText(5 * kPage);
+  Publish(test().Open(MakeConfig("fake", 0)), text, 4);
+  Restart();
+  ASSERT_EQ(disk_.stored.size(), 4u);
+  // The daemon names them again before it has read the disk's index.
+  auto index = std::exchange(disk_.stored, {});
+  disk_.writes_max = 0;
+  Publish(test().Open(MakeConfig("fake", 0)), text, 4);
+  EXPECT_EQ(store().report().Use().unwritten_blocks, 4u);
+  disk_.stored = std::move(index);
+  disk_.writes_max = SIZE_MAX;
+  store().long_calls().LookAgain();
+  Finish();
+  EXPECT_EQ(disk_.writes(), 0u);
+  EXPECT_EQ(store().report().Use().unwritten_blocks, 0u);
+  store().report().CheckInvariants();
+}
+
+TEST_F(PageStoreDiskWritesTest, WhatTheDiskRefusesHoldsUpNothing) {
+  const CacheId cache = test().Open(MakeConfig("fake", 0));
+  const Text text = MakeText(5 * kPage);
+  Publish(cache, text, 4);
+  ASSERT_EQ(disk_.writes(), 4u);
+  disk_.FinishWrite(/*durable=*/false);  // though it takes blocks
+  Turns();
+  EXPECT_EQ(disk_.writes(), 3u);  // not at once
+  disk_.FinishAll();
+  EXPECT_EQ(disk_.stored.size(), 3u);
+  EXPECT_EQ(store().report().Use().unwritten_blocks, 1u);
+  store().long_calls().LookAgain();
+  Finish();
+  EXPECT_EQ(disk_.stored.size(), 4u);
 }
 
 TEST_F(PageStoreDiskWritesTest, APurgeLeavesNothing) {
