@@ -143,7 +143,9 @@ int main(int argc, char** argv) {
   auto server = kvmanager::Server::Create(line->options);
   if (!server.ok()) {
     spdlog::error("cannot start: {}", std::string(server.status().message()));
-    return log.End(server.status().code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed);
+    // A successor is started again: systemd takes a usage error for one that will stay.
+    const bool is_usage = server.status().code() == absl::StatusCode::kInvalidArgument && sockets.empty();
+    return log.End(is_usage ? kExitUsage : kExitFailed);
   }
   std::vector<std::string> listens = line->options.listen;
   listens.push_back((*server)->admin_address());
@@ -165,8 +167,7 @@ int main(int argc, char** argv) {
   if (!successor.program.empty()) {
     spdlog::info("{} goes on", successor.program);
     log.End(0);
-    if (leaves) kvmanager::LeaveMemory();
-    return kvmanager::RunSuccessor(successor, line->options);
+    return kvmanager::RunSuccessor(successor, line->options, leaves);
   }
   spdlog::info("stopped");
   return log.End(0);

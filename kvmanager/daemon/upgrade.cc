@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -120,6 +121,26 @@ int Leave(void* argument) {
   return 0;
 }
 
+void LeaveMemory() {
+  int ends[2], alone[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) return;
+  if (pipe2(alone, O_CLOEXEC) != 0) return static_cast<void>((close(ends[0]), close(ends[1])));
+  // Both run in this memory, on stacks of their own. The first one ends at once, so that nobody has to reap the second.
+  static Leaving leaving;
+  leaving.read = ends[0];
+  const pid_t pid = clone(Leave, leaving.first + sizeof leaving.first, CLONE_VM | SIGCHLD, &leaving);
+  while (pid > 0 && waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
+  }
+  // Until the second one has closed what it has of this process's: locks of folders, sockets.
+  close(alone[1]);
+  char byte;
+  while (read(alone[0], &byte, sizeof byte) < 0 && errno == EINTR) {
+  }
+  close(alone[0]);
+  close(ends[0]);
+  // The other end stays open until exec().
+}
+
 std::string LineBehind(const std::string& output, absl::string_view begin) {
   for (absl::string_view line : absl::StrSplit(output, '\n')) {
     if (absl::ConsumePrefix(&line, begin)) return std::string(line);
@@ -186,35 +207,18 @@ absl::StatusOr<CheckedSuccessor> CheckSuccessor(const Options& options, const st
   return successor;
 }
 
-void LeaveMemory() {
-  int ends[2], alone[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) return;
-  if (pipe2(alone, O_CLOEXEC) != 0) return static_cast<void>((close(ends[0]), close(ends[1])));
-  // Both run in this memory, on stacks of their own. The first one ends at once, so that nobody has to reap the second.
-  static Leaving leaving;
-  leaving.read = ends[0];
-  const pid_t pid = clone(Leave, leaving.first + sizeof leaving.first, CLONE_VM | SIGCHLD, &leaving);
-  while (pid > 0 && waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
-  }
-  // Until the second one has closed what it has of this process's: locks of folders, sockets.
-  close(alone[1]);
-  char byte;
-  while (read(alone[0], &byte, sizeof byte) < 0 && errno == EINTR) {
-  }
-  close(alone[0]);
-  close(ends[0]);
-  // The other end stays open until exec().
-}
-
 void RunSuccessorAtTheLatest(const Successor& successor, const Options& options) {
   std::thread([successor, options] {
     std::this_thread::sleep_for(std::chrono::milliseconds(kEndMs));
     std::fprintf(stderr, "kvmanagerd: it has not ended after %d ms, and is left as it is\n", kEndMs);
-    _exit(RunSuccessor(successor, options));
+    _exit(RunSuccessor(successor, options, /*leaves=*/options.device_pool_bytes == 0));
   }).detach();
 }
 
-int RunSuccessor(const Successor& successor, const Options& options) {
+int RunSuccessor(const Successor& successor, const Options& options, bool leaves) {
+  static std::atomic_flag begun;
+  while (begun.test_and_set()) pause();  // another thread is at it, and ends this one
+  if (leaves) LeaveMemory();
   std::vector<char*> arguments;
   for (const std::string& word : options.command) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);

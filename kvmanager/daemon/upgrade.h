@@ -42,16 +42,14 @@ struct CheckedSuccessor {
 absl::StatusOr<CheckedSuccessor> CheckSuccessor(const Options& options, const std::string& program, bool cold);
 inline constexpr int kCheckMs = 4000;
 
-/// What this process has mapped is unmapped by a process of its own, which ends with it: else exec() waits for that, a
-/// second for each 10 to 20 GiB. Nothing if there can be no other process. Just before RunSuccessor.
-void LeaveMemory();
-
 /// From a thread of its own RunSuccessor takes place after kEndMs, however far this process has come by then: what it
 /// leaves is as after a kill, which its successor can bear.
 void RunSuccessorAtTheLatest(const Successor& successor, const Options& options);
 inline constexpr int kEndMs = 1000;
 
-/// Returns, with an exit status, if neither the successor nor this program can be run.
-int RunSuccessor(const Successor& successor, const Options& options);
+/// Returns, with an exit status, if neither the successor nor this program can be run. leaves: what this process has
+/// mapped is unmapped by a process of its own, which ends with it: else exec() waits for that, a second for each 10 to
+/// 20 GiB. The first thread that calls it does all of this; others wait until they end with the process.
+int RunSuccessor(const Successor& successor, const Options& options, bool leaves);
 
 }  // namespace kvmanager
