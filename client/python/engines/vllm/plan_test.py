@@ -4,10 +4,13 @@ is told rates, and told no others, where a case is about what follows from them;
 from __future__ import annotations
 
 import random
+import threading
 import unittest
+import unittest.mock
 
-from engine import Engine
+from engine import DEADLINE_S, Engine
 from engine_testing import DaemonTestCase
+from kvmanager.vllm.jobs import LoadJob
 from kvmanager_testing import Daemon
 
 
@@ -160,13 +163,20 @@ class PlanTest(DaemonTestCase):
     def test_a_request_that_is_aborted_while_it_loads(self) -> None:
         tokens = prompt(41, 320)
         self.known(tokens)
-        with self.engine() as engine:
+        run, aborted = LoadJob.run, threading.Event()
+
+        def held(job: LoadJob, session: object) -> None:
+            aborted.wait(DEADLINE_S)
+            run(job, session)
+
+        with self.engine() as engine, unittest.mock.patch.object(LoadJob, "run", held):
             teach(engine, load_s=1e-6, compute_s=1e-4)
             request = engine.add("a", tokens)
             engine.settle()
             while not engine.connector._scheduler._planner._loading:
                 engine.step()
             engine.scheduler.finish_requests(["a"], request.status.FINISHED_ABORTED)
+            aborted.set()
             engine.settle()
             engine.run(engine.add("b", prompt(42, 100)))
             self.assert_books(engine)
