@@ -79,7 +79,7 @@ class Worker:
             raise RuntimeError("the connector does not attach: see its log above")
         self._requests = 0
 
-    def store(self, hashes: list[bytes], step: bool = True) -> float:
+    def store(self, hashes: list[bytes]) -> float:
         """Seconds until the daemon has the first blocks of the caches under these names."""
         self._requests += 1
         name, ids = f"store {self._requests}", list(range(1, 1 + len(hashes)))

@@ -22,10 +22,11 @@ from rank import BLOCKS, DEVICE, DEVICE_NAME, HEAD_DIM, HEADS, LAYERS, LAYOUTS, 
 from rank import hashes_of, random_rows
 from stand_in import USED  # before what needs vLLM
 
+import kvmanager.vllm.jobs
 import kvmanager.vllm.mapped_load
 import kvmanager.vllm.worker
 from kvmanager.vllm.measured import LoadMeter, LoadTimes
-from kvmanager.vllm.messages import Load
+from kvmanager.vllm.messages import Load, Store
 from kvmanager.vllm.retention import Retention, retention_of
 
 DEADLINE_S = 120
@@ -462,6 +463,31 @@ class WorkerTest(DaemonTestCase):
                     self.assertEqual(set(there[sum((1, 2, 3, 3)) + 1 :]), rank.load("e", hashes, (there,)))
                 # The daemon has compared its own bytes: it keeps them.
                 self.assertEqual(set(), rank.load("f", hashes, (there,)))
+
+    def test_all_memory_of_a_store_is_mapped_behind_it(self) -> None:
+        """As with a GPU, which pins it."""
+        rank, mapped, map_blocks = self.rank(), [], kvmanager.Cache.map_blocks_async
+
+        def noted(cache, names, pages, first, device):
+            mapped.append((first, len(names)))
+            return map_blocks(cache, names, pages, first, device)
+
+        few = unittest.mock.patch.object(kvmanager.vllm.jobs, "MAPPED_PAGES_MAX", 4 * LAYERS)
+        maps = unittest.mock.patch.object(kvmanager.Cache, "map_blocks_async", noted)
+        with few, maps:
+            job = kvmanager.vllm.jobs.StoreJob(rank.half, Store("a", "", 0, hashes_of(28, 12), 2, (list(range(3, 13)),)))
+
+            class Maps:
+                def run(self, session) -> None:
+                    cache = session.cache(("", 0))
+                    job._map(cache, cache.external_names(job.store.hashes))
+
+                def fail(self, error) -> None:
+                    mapped.append(error)
+
+            self.assertTrue(rank.half.link.submit(Maps()))
+            self.assertTrue(rank.half.link.settle(DEADLINE_S))
+        self.assertEqual([(2, 4), (6, 4), (10, 2)], mapped)
 
     def test_a_step_that_computes_nothing_waits_a_moment_for_loads(self) -> None:
         rank = self.rank()

@@ -180,10 +180,11 @@ class StoreJob:
 
     def _map(self, cache: Cache, names: BlockNames) -> None:
         """Maps and pins the memory that the blocks lie in, so that the first load does not have to wait for it."""
-        first, count = self.store.first, min(self._count, MAPPED_PAGES_MAX // self._half.geometry.layers)
+        end, most = self.store.first + self._count, max(1, MAPPED_PAGES_MAX // self._half.geometry.layers)
         try:
-            mapped = cache.map_blocks_async(names[first : first + count], None, first, self._half.copies.index).wait()
-            mapped.close()
+            for first in range(self.store.first, end, most):
+                theirs = names[first : min(first + most, end)]
+                cache.map_blocks_async(theirs, None, first, self._half.copies.index).wait().close()
         except (FailedPreconditionError, UnimplementedError) as error:
             self._half.stop_mapping(error)
         except ResourceExhaustedError:
