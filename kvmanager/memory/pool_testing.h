@@ -14,11 +14,12 @@ namespace kvmanager::testing {
 
 inline constexpr uint64_t kMiB = 1 << 20;
 
-inline std::unique_ptr<PagePool> MakePool(uint64_t bytes, bool huge_pages = false) {
+inline std::unique_ptr<PagePool> MakePool(uint64_t bytes, bool huge_pages = false, const Clock* clock = nullptr) {
   PagePool::Options options;
   options.pool_bytes = bytes;
   options.slab_bytes = 2 * kMiB;
   options.huge_pages = huge_pages;
+  options.clock = clock;
   auto pool = PagePool::Create(options);
   EXPECT_TRUE(pool.ok()) << pool.status();
   return *std::move(pool);

@@ -155,11 +155,7 @@ TEST(ShownSlabs, SlabsThatATenantHasAreBoundBeforeFreeOnes) {
 TEST(ShownSlabs, HowManySlabsMayBeBound) {
   // 7/8 while nobody else has some, else half.
   ManualClock clock;
-  PagePool::Options options;
-  options.pool_bytes = 32 * kMiB;
-  options.slab_bytes = 2 * kMiB;
-  options.clock = &clock;
-  const auto pool = PagePool::Create(options).value();
+  const auto pool = MakePool(32 * kMiB, /*huge_pages=*/false, &clock);
   const auto take_back = [&] {
     clock.AdvanceNs(ShownSlabs::kMapWithinNs);
     pool->shown()->TakeBack();
@@ -213,11 +209,7 @@ TEST(ShownSlabs, ManySlabsAreBoundInPieces) {
 
 TEST(ShownSlabs, BoundSlabsThatNobodyMapsAreTakenBack) {
   ManualClock clock;
-  PagePool::Options options;
-  options.pool_bytes = 8 * kMiB;
-  options.slab_bytes = 2 * kMiB;
-  options.clock = &clock;
-  const auto pool = PagePool::Create(options).value();
+  const auto pool = MakePool(8 * kMiB, /*huge_pages=*/false, &clock);
   const auto bound = pool->shown()->Bind(1, 4 * kMiB).value();
   ASSERT_EQ(bound.size(), 2u);
   clock.AdvanceNs(ShownSlabs::kMapWithinNs - 1);
@@ -238,11 +230,7 @@ TEST(ShownSlabs, BoundSlabsThatNobodyMapsAreTakenBack) {
 
 TEST(ShownSlabs, WhoIsShortOfMemoryLooksAtThemNowAndThen) {
   ManualClock clock;
-  PagePool::Options options;
-  options.pool_bytes = 64 * kMiB;
-  options.slab_bytes = 2 * kMiB;
-  options.clock = &clock;
-  const auto pool = PagePool::Create(options).value();
+  const auto pool = MakePool(64 * kMiB, /*huge_pages=*/false, &clock);
   const auto bound = pool->shown()->Bind(1, 40 * kMiB).value();
   std::vector<std::unique_ptr<Region>> mapped;
   for (const uint32_t slab : bound) mapped.push_back(MapBound(*pool, 1, slab));
@@ -286,11 +274,7 @@ TEST(ShownSlabs, NobodyGivesWhatLiesInBoundSlabs) {
 
 TEST(ShownSlabs, SlabsThatHoldNothingAreRecalledWhileOthersLackSome) {
   ManualClock clock;
-  PagePool::Options options;
-  options.pool_bytes = 32 * kMiB;
-  options.slab_bytes = 2 * kMiB;
-  options.clock = &clock;
-  const auto pool = PagePool::Create(options).value();
+  const auto pool = MakePool(32 * kMiB, /*huge_pages=*/false, &clock);
   std::vector<std::unique_ptr<Region>> mapped;
   const auto bound = pool->shown()->Bind(1, 64 * kMiB).value();
   ASSERT_EQ(bound.size(), 14u);
