@@ -113,6 +113,11 @@ class Codec {
   virtual std::unique_ptr<SequenceIndex> NewDeviceIndex(const IndexFacts& facts) const { return nullptr; }
   virtual DeviceIndexLayout device_index() const { return {}; }
 
+  /// A ladder (codecs/ladder) has several codecs, of rungs 0 .. rungs() - 1. Pages are encoded by the one of rung 0,
+  /// whose are all the methods above; the store may encode them again by that of a later rung, whose pages are smaller.
+  virtual int rungs() const { return 1; }
+  virtual const Codec& rung(int) const { return *this; }
+
   /// What this codec does on the calling thread's GPU; nullptr: nothing, here or in this build.
   virtual std::unique_ptr<DeviceCodec> NewDeviceCodec() const { return nullptr; }
 };

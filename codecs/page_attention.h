@@ -50,6 +50,7 @@ struct AttentionPage {
   /// The lag applies: a query reads this page raw if it is its own or one of the `lag_pages` before it. False for pages
   /// that came by a prefix hit, which are read encoded whatever the distance.
   bool lag_applies = true;
+  uint8_t rung = 0;  // of the encoded form (Codec::rung)
 };
 
 class PageAttention {

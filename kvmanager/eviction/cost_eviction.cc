@@ -82,6 +82,7 @@ class CostEviction final : public CostEvictionPolicy {
   Evictable* Victim(uint32_t payer) override { return Next(payer, Of::kAll); }
   Evictable* KeptVictim(uint32_t payer) override { return Next(payer, Of::kKept); }
   Evictable* UnkeptVictim(uint32_t payer) override { return Next(payer, Of::kUnkept); }
+  Evictable* LowerableVictim(uint32_t payer) override { return Next(payer, Of::kLowerable); }
   uint64_t uses() const override { return uses_; }
   double ChanceOf(const Evictable& block, uint64_t uses) const override {
     const uint64_t waited = uses_ - block.last_use;

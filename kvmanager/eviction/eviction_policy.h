@@ -49,6 +49,7 @@ struct Evictable {
   uint32_t payer = 0;      // PayerId: who pays for it
   bool evictable = false;  // the policy has it
   bool kept = false;       // the next lower tier had a copy when it was last looked for
+  bool can_lower = false;  // it could be encoded again in fewer bytes (Codec::rung)
   Notes notes;
   Retention retention;  // RetainingEviction's: changed by its Retain alone while the block is evictable
 
@@ -84,7 +85,8 @@ class EvictionPolicy {
   /// `block` was used now. Of a chain, the last block is touched first, so that leaves go before their parents. run:
   /// what used it; nullptr: what is known of its last use stays.
   virtual void Touch(Evictable* block, const EvictionRun* run) = 0;
-  /// `block` became evictable; its last Touch counts. Until Remove, `kept`, `payer` and `bytes` stay as they are.
+  /// `block` became evictable; its last Touch counts. Until Remove, `kept`, `can_lower`, `payer` and `bytes` stay as
+  /// they are.
   virtual void Add(Evictable* block) = 0;
   /// `block` is evictable no more.
   virtual void Remove(Evictable* block) = 0;
@@ -95,6 +97,8 @@ class EvictionPolicy {
   /// The next to go of those that are kept elsewhere, or are not, or nullptr.
   virtual Evictable* KeptVictim(uint32_t payer) = 0;
   virtual Evictable* UnkeptVictim(uint32_t payer) = 0;
+  /// The next to go of those that could be lowered instead, or nullptr.
+  virtual Evictable* LowerableVictim(uint32_t payer) = 0;
 };
 
 /// The policy itself; that of a tier is a RetainingEviction around it.

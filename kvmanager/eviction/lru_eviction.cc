@@ -33,6 +33,7 @@ class LruEviction final : public EvictionPolicy {
   Evictable* Victim(uint32_t payer) override { return First(payer, Of::kAll); }
   Evictable* KeptVictim(uint32_t payer) override { return First(payer, Of::kKept); }
   Evictable* UnkeptVictim(uint32_t payer) override { return First(payer, Of::kUnkept); }
+  Evictable* LowerableVictim(uint32_t payer) override { return First(payer, Of::kLowerable); }
 
  private:
   using Of = EvictablesOf;

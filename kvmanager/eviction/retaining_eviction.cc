@@ -108,6 +108,11 @@ void RetainingEviction::EndSome(uint32_t first_payer, int blocks_max) {
   EndSome(blocks_max);
 }
 
+Evictable* RetainingEviction::LowerableVictim(uint32_t id) {
+  EndSome(id, ends_at_once_);
+  return policy_->LowerableVictim(id);
+}
+
 Evictable* RetainingEviction::Next(uint32_t id, Of which) {
   EndSome(id, ends_at_once_);
   const auto next = [&] {

@@ -46,6 +46,8 @@ class RetainingEviction final : public EvictionPolicy {
   Evictable* Victim(uint32_t payer) override { return Next(payer, Of::kAll); }
   Evictable* KeptVictim(uint32_t payer) override { return Next(payer, Of::kKept); }
   Evictable* UnkeptVictim(uint32_t payer) override { return Next(payer, Of::kUnkept); }
+  /// What a client wants to be kept longer, or to go first, is not lowered.
+  Evictable* LowerableVictim(uint32_t payer) override;
 
   /// Of a block that is evictable or not: from now on, whatever it was before. O(log n). REQUIRES: a priority of at
   /// most Retention::kPriorityMax.

@@ -76,6 +76,7 @@ class S3FifoEviction final : public EvictionPolicy, private S3Fifo {
   }
   Evictable* KeptVictim(uint32_t payer) override { return Front(payer, Of::kKept); }
   Evictable* UnkeptVictim(uint32_t payer) override { return Front(payer, Of::kUnkept); }
+  Evictable* LowerableVictim(uint32_t payer) override { return Front(payer, Of::kLowerable); }
 
  private:
   using Of = EvictablesOf;

@@ -60,6 +60,7 @@ class ArcEviction final : public EvictionPolicy {
   Evictable* Victim(uint32_t payer) override { return Next(Of::kAll); }
   Evictable* KeptVictim(uint32_t payer) override { return Next(Of::kKept); }
   Evictable* UnkeptVictim(uint32_t payer) override { return Next(Of::kUnkept); }
+  Evictable* LowerableVictim(uint32_t payer) override { return Next(Of::kLowerable); }
 
  private:
   using Of = EvictablesOf;

@@ -38,6 +38,7 @@ class Optimum final : public EvictionPolicy {
   }
   Evictable* KeptVictim(uint32_t payer) override { return Last(kept_); }
   Evictable* UnkeptVictim(uint32_t payer) override { return Last(unkept_); }
+  Evictable* LowerableVictim(uint32_t payer) override { return nullptr; }  // its blocks have one size
 
  private:
   using Key = std::tuple<uint64_t, uint32_t, Evictable*>;
