@@ -11,6 +11,7 @@
 #include "gtest/gtest.h"
 #include "kvmanager/eviction/cost_eviction.h"
 #include "kvmanager/eviction/evictable_queue.h"
+#include "kvmanager/eviction/ladder_share.h"
 #include "kvmanager/eviction/return_model.h"
 #include "kvmanager/eviction/s3_fifo_eviction.h"
 
@@ -106,8 +107,9 @@ class S3FifoReference final : public Reference {
   const int64_t* evictable_ = nullptr;
 };
 
-// Of all blocks the one of the least worth, and of these the least recently used. Blocks of one kind and age stand for
-// one another until 64 uses later: that choice is kept here, too.
+// Of all blocks the one of the least worth, and of these the least recently used. Of one kind and age the least
+// recently used stands for all, whatever their bytes. Blocks of one kind and age stand for one another until 64 uses
+// later: that choice is kept here, too.
 class CostReference final : public Reference {
  public:
   void Found(EvictionRun* run, Evictable* block) override { Seen(run, block, true); }
@@ -139,6 +141,9 @@ class CostReference final : public Reference {
     double least = 0;
     for (Evictable* const block : of_payer) {
       const Note& note = notes_[block->id];
+      if (std::any_of(of_payer.begin(), of_payer.end(), [&](Evictable* other) { return StandsFor(other, note); })) {
+        continue;
+      }
       const double worth = model_.worth(note.kind, ReturnModel::AgeOf(uses_ - note.at)) *
                            static_cast<double>(block->tokens) / static_cast<double>(block->bytes);
       if (next == nullptr || worth < least || (worth == least && note.at < notes_[next->id].at)) {
@@ -163,6 +168,11 @@ class CostReference final : public Reference {
     int kind = 0;
     uint64_t least = 0, most = 0, until = 0;
   };
+  bool StandsFor(Evictable* block, const Note& other) {
+    const Note& note = notes_[block->id];
+    return note.kind == other.kind && note.at < other.at &&
+           ReturnModel::AgeOf(uses_ - note.at) == ReturnModel::AgeOf(uses_ - other.at);
+  }
   void Seen(EvictionRun* run, Evictable* block, bool known) {
     ++run->blocks;
     run->last = block->index;
@@ -204,7 +214,6 @@ class Walk {
       block->id = (random_() << 1) | 1;
       block->index = static_cast<uint32_t>(blocks.size());
       block->payer = chain % kPayers;
-      block->bytes = 100;
       block->tokens = 64;
       blocks.push_back(std::move(block));
       state_[blocks.back().get()] = false;
@@ -220,6 +229,8 @@ class Walk {
       } else {
         block->notes = {};
         block->kept = false;
+        block->bytes = kBytes;
+        block->can_lower = Below(4) != 0;
         policy_->Named(&run, block);
         reference_->Named(&run_of_reference, block);
         state_[block] = true;
@@ -235,9 +246,11 @@ class Walk {
     while (evictable_ > kMost) Evict();
   }
   int evictions() const { return evictions_; }
+  int lowered() const { return lowered_; }
 
  private:
   static constexpr size_t kChains = 60, kPayers = 3;
+  static constexpr uint64_t kBytes = 100, kLoweredBytes = 55;
   static constexpr int64_t kMost = 60;  // of a payer, S3-FIFO moves fewer at once than it may
 
   uint64_t Below(uint64_t n) { return random_() % n; }
@@ -252,6 +265,14 @@ class Walk {
     block->kept = !block->kept;
     policy_->Add(block);
   }
+  // It keeps its place.
+  void Lower(Evictable* block) {
+    policy_->Remove(block);
+    block->bytes = kLoweredBytes;
+    block->can_lower = false;
+    policy_->Add(block);
+    ++lowered_;
+  }
   std::vector<Evictable*> EvictableOf(uint32_t payer) {
     std::vector<Evictable*> of;
     for (const auto& [chain, blocks] : chains_) {
@@ -263,8 +284,9 @@ class Walk {
   }
   void CompareSome(const std::vector<Evictable*>& of, Of which, Evictable* next) {
     std::vector<Evictable*> some;
-    std::copy_if(of.begin(), of.end(), std::back_inserter(some),
-                 [which](const Evictable* each) { return each->kept == (which == Of::kKept); });
+    std::copy_if(of.begin(), of.end(), std::back_inserter(some), [which](const Evictable* each) {
+      return which == Of::kLowerable ? each->can_lower : each->kept == (which == Of::kKept);
+    });
     if (kind_ == EvictionKind::kS3Fifo) {  // which one depends on the others, too
       ASSERT_EQ(next == nullptr, some.empty());
       ASSERT_TRUE(next == nullptr || std::count(some.begin(), some.end(), next) == 1);
@@ -280,8 +302,12 @@ class Walk {
     EXPECT_EQ(policy_->Victim(payer), victim);  // it stays until it is removed
     CompareSome(of, Of::kKept, policy_->KeptVictim(payer));
     CompareSome(of, Of::kUnkept, policy_->UnkeptVictim(payer));
+    Evictable* const lowerable = policy_->LowerableVictim(payer);
+    CompareSome(of, Of::kLowerable, lowerable);
     EXPECT_EQ(policy_->Victim(kPayers), nullptr);
+    EXPECT_EQ(policy_->LowerableVictim(kPayers), nullptr);
     if (victim == nullptr) return;
+    if (lowerable != nullptr && Below(3) == 0) Lower(lowerable);
     ++evictions_;
     policy_->Evicted(*victim);
     reference_->Evicted(victim);
@@ -296,7 +322,7 @@ class Walk {
   std::map<uint32_t, std::vector<std::unique_ptr<Evictable>>> chains_;
   std::map<Evictable*, bool> state_;  // it has its name
   int64_t evictable_ = 0;
-  int evictions_ = 0;
+  int evictions_ = 0, lowered_ = 0;
 };
 
 class EvictionPolicyTest : public ::testing::TestWithParam<EvictionKind> {};
@@ -306,7 +332,42 @@ TEST_P(EvictionPolicyTest, IsAsItsReference) {
     Walk walk(GetParam(), seed);
     for (int i = 0; i < 1500 && !HasFatalFailure(); ++i) walk.Step();
     EXPECT_GT(walk.evictions(), 500);
+    EXPECT_GT(walk.lowered(), 100);
   }
+}
+
+// Blocks are lowered in the order in which they would go, and go in that order afterwards.
+TEST_P(EvictionPolicyTest, ALoweredBlockKeepsItsPlace) {
+  const auto policy = MakeEviction(GetParam());
+  std::vector<Evictable> blocks(20);
+  for (uint32_t i = 0; i < blocks.size(); ++i) {
+    blocks[i].id = i + 1;
+    blocks[i].bytes = 100;
+    blocks[i].can_lower = i % 4 != 3;
+    blocks[i].kept = i % 3 == 0;
+    policy->Named(nullptr, &blocks[i]);
+    policy->Touch(&blocks[i], nullptr);
+    policy->Add(&blocks[i]);
+  }
+  for (Evictable& block : blocks) {
+    if (!block.can_lower) continue;
+    ASSERT_EQ(policy->LowerableVictim(0), &block);
+    ASSERT_EQ(policy->Victim(0), &blocks[0]);
+    policy->Remove(&block);
+    block.can_lower = false;
+    policy->Add(&block);
+  }
+  EXPECT_EQ(policy->LowerableVictim(0), nullptr);
+  for (Evictable& block : blocks) {
+    ASSERT_EQ(policy->Victim(0), &block);
+    policy->Evicted(block);
+    policy->Remove(&block);
+  }
+}
+
+TEST(LadderShareTest, LowersWhileMoreThanHalfCanBe) {
+  static_assert(LowersMore(51, 100) && !LowersMore(50, 100) && !LowersMore(0, 0));
+  static_assert(LowersMore(26, 100, /*share=*/0.25) && !LowersMore(100, 100, /*share=*/1));
 }
 
 TEST_P(EvictionPolicyTest, TheEndOfAChainGoesFirst) {

@@ -193,10 +193,33 @@ TEST_P(RetainingEvictionTest, OfThoseThatAreNotKept) {
   EXPECT_EQ(policy_->KeptVictim(1), usual_kept);
 }
 
+TEST_P(RetainingEvictionTest, WhatAClientSteersIsNotLowered) {
+  Evictable* const low = New();
+  Evictable* const high = New();
+  Evictable* const usual = New();
+  for (Evictable* const block : {low, high, usual}) {
+    block->can_lower = true;
+    policy_->Add(block);
+  }
+  policy_->Retain(low, {20, 0});
+  policy_->Retain(high, {80, 5 * kSecond});
+  EXPECT_EQ(policy_->LowerableVictim(1), usual);
+  EXPECT_EQ(policy_->LowerableVictim(2), nullptr);
+  policy_->Remove(usual);
+  EXPECT_EQ(policy_->LowerableVictim(1), nullptr);
+  clock_.AdvanceNs(5 * kSecond);
+  EXPECT_EQ(policy_->LowerableVictim(1), high);
+  EXPECT_EQ(high->retention, Retention());
+  policy_->Remove(high);
+  policy_->Retain(low, {});
+  EXPECT_EQ(policy_->LowerableVictim(1), low);
+}
+
 using Of = EvictablesOf;
 
 Evictable* VictimOf(EvictionPolicy& policy, uint32_t payer, Of which) {
   if (which == Of::kAll) return policy.Victim(payer);
+  if (which == Of::kLowerable) return policy.LowerableVictim(payer);
   return which == Of::kKept ? policy.KeptVictim(payer) : policy.UnkeptVictim(payer);
 }
 
@@ -233,6 +256,7 @@ class Model {
     EndThose();
     Known* first = nullptr;
     for (Known& known : blocks) {
+      if (which == Of::kLowerable) break;  // of those that the policy has alone
       if (!known.evictable || known.retention.is_of_policy() || known.copy.payer != payer) continue;
       if (which != Of::kAll && known.copy.kept != (which == Of::kKept)) continue;
       if (first == nullptr || Rank(known) < Rank(*first)) first = &known;
@@ -296,6 +320,7 @@ TEST_P(RetainingEvictionTest, RandomOperationsAgainstTheModel) {
       block.index = static_cast<uint32_t>(pick(5));
       block.payer = static_cast<uint32_t>(pick(3));
       block.kept = pick(3) == 0;
+      block.can_lower = pick(2) == 0;
       model.blocks[i].copy = block;
       for (EvictionPolicy* const each : {static_cast<EvictionPolicy*>(policy.get()), &model.policy()}) {
         Evictable* const of = each == policy.get() ? &block : &model.blocks[i].copy;
@@ -319,6 +344,8 @@ TEST_P(RetainingEvictionTest, RandomOperationsAgainstTheModel) {
           policy->Remove(&block);
           model.Remove(&known);
           block.kept = known.copy.kept = pick(3) == 0;
+          block.can_lower = known.copy.can_lower = pick(2) == 0;
+          block.bytes = known.copy.bytes = 100 + pick(3) * 50;
           break;
         case 3: {
           EvictionRun run, copy;
@@ -343,12 +370,20 @@ TEST_P(RetainingEvictionTest, RandomOperationsAgainstTheModel) {
         case 7:
         case 8: {
           const uint32_t payer = static_cast<uint32_t>(pick(4));
-          const Of which = std::array{Of::kAll, Of::kAll, Of::kKept, Of::kUnkept}[pick(4)];
+          const Of which = std::array{Of::kAll, Of::kAll, Of::kKept, Of::kUnkept, Of::kLowerable}[pick(5)];
           Evictable* const next = VictimOf(*policy, payer, which);
           Model::Known* const expected = model.Next(payer, which);
           const size_t at = next == nullptr ? kBlocks : static_cast<size_t>(next - blocks.data());
           ASSERT_EQ(at, expected == nullptr ? kBlocks : static_cast<size_t>(expected - model.blocks.data()))
               << "step " << step;
+          if (next != nullptr && which == Of::kLowerable) {
+            policy->Remove(next);
+            model.Remove(expected);
+            next->bytes = expected->copy.bytes -= 30;
+            next->can_lower = expected->copy.can_lower = false;
+            policy->Add(next);
+            model.Add(expected);
+          }
           if (next == nullptr || which != Of::kAll) break;
           policy->Evicted(*next);
           model.policy().Evicted(expected->copy);
