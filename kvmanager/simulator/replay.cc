@@ -19,26 +19,34 @@ static_assert(kSpread * kBack == 1);
 
 struct SimulatedBlock : Evictable {
   bool here = false;
+  uint8_t rung = 0;
+};
+
+// What a block takes on each rung, and how much of a tier is lowered.
+struct Ladder {
+  std::vector<uint64_t> bytes;
+  double lowerable_share = 0;
+  std::vector<ReplayResult::Rung> results;
 };
 
 // A tier: the blocks of the trace that are there, and the policy.
 class SimulatedTier {
  public:
-  SimulatedTier(const TierOptions& options, uint64_t block_bytes, std::unique_ptr<EvictionPolicy> policy,
+  /// lowers: whether blocks are lowered here. ladder: outlives it.
+  SimulatedTier(const TierOptions& options, Ladder* ladder, bool lowers, std::unique_ptr<EvictionPolicy> policy,
                 const Trace& trace)
       : read_bytes_per_s(options.read_bytes_per_s),
-        capacity_(options.bytes / block_bytes),
+        bytes_(options.bytes),
+        ladder_(ladder),
+        lowers_(lowers),
         policy_(std::move(policy)),
         blocks_(trace.distinct) {
-    for (size_t number = 0; number < trace.distinct; ++number) {
-      blocks_[number].id = (number + 1) * kSpread;
-      blocks_[number].bytes = block_bytes;
-    }
+    for (size_t number = 0; number < trace.distinct; ++number) blocks_[number].id = (number + 1) * kSpread;
   }
 
   bool Has(uint32_t number) const { return blocks_[number].here; }
-  bool full() const { return used_ >= capacity_; }
-  uint64_t capacity() const { return capacity_; }
+  bool full() const { return used_ + ladder_->bytes[0] > bytes_; }
+  uint64_t bytes() const { return bytes_; }
   SimulatedBlock& block(uint32_t number) { return blocks_[number]; }
 
   /// A sequence begins with the block, or names one that was here all the while.
@@ -47,27 +55,30 @@ class SimulatedTier {
     Hold(&block);
     policy_->Found(&run_, &block);
   }
-  /// Takes room for one block. victim: what had to go for it, or nullptr. False: nothing could.
-  bool Take(SimulatedBlock** victim) {
-    *victim = nullptr;
-    if (used_ < capacity_) {
-      ++used_;
-      return true;
+  /// Takes room for one block. evicted(block): told of each that has gone for it. False: not enough could.
+  template <typename Evicted>
+  bool Take(uint64_t bytes, const Evicted& evicted) {
+    while (used_ + bytes > bytes_) {
+      if (LowerOne()) continue;
+      SimulatedBlock* const victim = static_cast<SimulatedBlock*>(policy_->Victim(/*payer=*/0));
+      if (victim == nullptr) return false;
+      policy_->Evicted(*victim);
+      Hold(victim);
+      victim->here = false;
+      used_ -= victim->bytes;
+      ++result.evicted_blocks;
+      evicted(*victim);
     }
-    *victim = static_cast<SimulatedBlock*>(policy_->Victim(/*payer=*/0));
-    if (*victim == nullptr) return false;
-    policy_->Evicted(**victim);
-    policy_->Remove(*victim);
-    (*victim)->here = false;
-    ++result.evicted_blocks;
+    used_ += bytes;
     return true;
   }
-  void GiveBack() { --used_; }
+  void GiveBack(uint64_t bytes) { used_ -= bytes; }
   /// Names a block for which there is room; it is in use. of_sequence: else nobody knows what for.
-  void Name(uint32_t number, uint32_t index, uint64_t tokens, bool of_sequence) {
+  void Name(uint32_t number, uint32_t index, uint64_t tokens, size_t rung, bool of_sequence) {
     SimulatedBlock& block = blocks_[number];
     block.index = index;
     block.tokens = static_cast<uint32_t>(tokens);
+    SetRung(&block, rung);
     block.kept = false;
     block.here = true;
     block.notes = {};
@@ -77,14 +88,14 @@ class SimulatedTier {
   void Release(uint32_t number, bool of_sequence) {
     SimulatedBlock& block = blocks_[number];
     policy_->Touch(&block, of_sequence ? &run_ : nullptr);
-    if (!block.evictable) policy_->Add(&block);
+    Offer(&block);
   }
   void SetKept(uint32_t number, bool kept) {
     SimulatedBlock& block = blocks_[number];
     const bool evictable = block.evictable;
-    if (evictable) policy_->Remove(&block);
+    Hold(&block);
     block.kept = kept;
-    if (evictable) policy_->Add(&block);
+    if (evictable) Offer(&block);
   }
   void EndRun() { run_ = {}; }
   static uint32_t NumberOf(const SimulatedBlock& block) { return static_cast<uint32_t>(block.id * kBack - 1); }
@@ -94,14 +105,43 @@ class SimulatedTier {
 
  private:
   void Hold(SimulatedBlock* block) {
-    if (block->evictable) policy_->Remove(block);
+    if (!block->evictable) return;
+    policy_->Remove(block);
+    evictable_bytes_ -= block->bytes;
+    if (block->can_lower) lowerable_bytes_ -= block->bytes;
+  }
+  void Offer(SimulatedBlock* block) {
+    if (block->evictable) return;
+    policy_->Add(block);
+    evictable_bytes_ += block->bytes;
+    if (block->can_lower) lowerable_bytes_ += block->bytes;
+  }
+  void SetRung(SimulatedBlock* block, size_t rung) {
+    block->rung = static_cast<uint8_t>(rung);
+    block->bytes = ladder_->bytes[rung];
+    block->can_lower = lowers_ && rung + 1 < ladder_->bytes.size();
+  }
+  // False: none is to be lowered, or can be.
+  bool LowerOne() {
+    if (!LowersMore(lowerable_bytes_, evictable_bytes_, ladder_->lowerable_share)) return false;
+    SimulatedBlock* const block = static_cast<SimulatedBlock*>(policy_->LowerableVictim(/*payer=*/0));
+    if (block == nullptr) return false;
+    Hold(block);
+    used_ -= block->bytes;
+    SetRung(block, block->rung + 1u);
+    used_ += block->bytes;
+    Offer(block);
+    ++ladder_->results[block->rung].lowered_blocks;
+    return true;
   }
 
-  const uint64_t capacity_;
+  const uint64_t bytes_;
+  Ladder* const ladder_;
+  const bool lowers_;
   const std::unique_ptr<EvictionPolicy> policy_;
   std::vector<SimulatedBlock> blocks_;  // by number
-  uint64_t used_ = 0;                   // blocks
-  EvictionRun run_;                     // of the request
+  uint64_t used_ = 0, evictable_bytes_ = 0, lowerable_bytes_ = 0;
+  EvictionRun run_;  // of the request
 };
 
 class Replayer {
@@ -120,6 +160,7 @@ class Replayer {
       return InvalidField("--least-chance", options_.least_chance,
                           absl::StrCat("0 with --policy ", options_.policy, ": cost alone learns chances"));
     }
+    KV_RETURN_IF_ERROR(InitLadder());
     if (options_.policy == "optimum") {
       next_uses_ = NextUses(trace_);
       next_use_.assign(trace_.distinct, SIZE_MAX);
@@ -137,7 +178,8 @@ class Replayer {
       } else {
         KV_ASSIGN_OR_RETURN(policy, MakePolicy());
       }
-      tiers_.emplace_back(tier, options_.block_bytes, std::move(policy), trace_);
+      const bool lowers = tiers_.empty();
+      tiers_.emplace_back(tier, &ladder_, lowers, std::move(policy), trace_);
     }
     return absl::OkStatus();
   }
@@ -170,11 +212,35 @@ class Replayer {
     result.ttft_p95_s = quantile(0.95);
     result.ttft_p99_s = quantile(0.99);
     for (const SimulatedTier& tier : tiers_) result.tiers.push_back(tier.result);
+    result.rungs = ladder_.results;
     result.refused_requests = refused_;
     return result;
   }
 
  private:
+  absl::Status InitLadder() {
+    if (options_.lower_rung_bytes.size() >= ReplayOptions::kRungsMax) {
+      return InvalidField("--rung-bytes", absl::StrCat(options_.lower_rung_bytes.size() + 1, " rungs"),
+                          absl::StrCat("at most ", ReplayOptions::kRungsMax));
+    }
+    if (!(options_.lowerable_share >= 0 && options_.lowerable_share <= 1)) {
+      return InvalidField("--lowerable-share", options_.lowerable_share, "0..1");
+    }
+    if (!options_.lower_rung_bytes.empty() && options_.policy == "optimum") {
+      return InvalidField("--policy", "optimum", "another one with a ladder: its blocks have one size");
+    }
+    ladder_.bytes = {options_.block_bytes};
+    for (const uint64_t bytes : options_.lower_rung_bytes) {
+      if (bytes == 0 || bytes >= ladder_.bytes.back()) {
+        return InvalidField("--rung-bytes", bytes,
+                            absl::StrCat("1.., and less than the rung above, ", ladder_.bytes.back()));
+      }
+      ladder_.bytes.push_back(bytes);
+    }
+    ladder_.lowerable_share = options_.lowerable_share;
+    ladder_.results.resize(ladder_.bytes.size());
+    return absl::OkStatus();
+  }
   absl::StatusOr<std::unique_ptr<EvictionPolicy>> MakePolicy() {
     if (options_.policy == "arc") return MakeArcEviction();
     if (options_.policy == "optimum") {
@@ -197,41 +263,47 @@ class Replayer {
       if (tier == tiers_.size()) break;
       tiers_[tier].Find(number);
       ++tiers_[tier].result.hit_blocks;
-      from_.push_back(tier);
+      const SimulatedBlock& block = tiers_[tier].block(number);
+      ++ladder_.results[block.rung].hit_blocks;
+      from_.push_back({tier, block.rung});
       if (tier == 0) continue;
       ++tiers_[tier].result.fetched_blocks;
+      tiers_[tier].result.fetched_bytes += block.bytes;
       if (tiers_[tier].read_bytes_per_s > 0) {
-        *copy_s += static_cast<double>(options_.block_bytes) / tiers_[tier].read_bytes_per_s;
+        *copy_s += static_cast<double>(block.bytes) / tiers_[tier].read_bytes_per_s;
       }
     }
     const size_t hits = from_.size();
     // Room for all that the highest tier lacks. A block that is there behind a gap has its room twice meanwhile.
-    size_t wanted = numbers.size(), taken = 0;
-    for (const size_t tier : from_) wanted -= tier == 0;
-    bool stored = wanted <= top.capacity();
-    for (SimulatedBlock* victim; stored && taken < wanted; ++taken) {
-      stored = top.Take(&victim);
-      if (!stored) break;
-      if (victim != nullptr) Demote(0, *victim);
+    const auto lacks = [&](size_t i) { return i >= hits || from_[i].tier > 0; };
+    const auto rung_of = [&](size_t i) { return i < hits ? from_[i].rung : size_t{0}; };
+    uint64_t wanted = 0, taken = 0;
+    for (size_t i = 0; i < numbers.size(); ++i) wanted += lacks(i) ? ladder_.bytes[rung_of(i)] : 0;
+    bool stored = wanted <= top.bytes();
+    for (size_t i = 0; i < numbers.size() && stored; ++i) {
+      if (!lacks(i)) continue;
+      const uint64_t bytes = ladder_.bytes[rung_of(i)];
+      stored = top.Take(bytes, [&](const SimulatedBlock& victim) { Demote(0, victim); });
+      if (stored) taken += bytes;
     }
     if (!stored) {
       ++refused_;
-      for (; taken > 0; --taken) top.GiveBack();
+      top.GiveBack(taken);
     }
     const size_t kept = stored ? numbers.size() : 0;
     for (size_t i = 0; i < kept; ++i) {
-      if (i < hits && from_[i] == 0) continue;
+      if (!lacks(i)) continue;
       if (top.Has(numbers[i])) {
         top.Find(numbers[i]);
-        top.GiveBack();
+        top.GiveBack(ladder_.bytes[rung_of(i)]);
         continue;
       }
-      top.Name(numbers[i], static_cast<uint32_t>(i), options_.block_tokens, /*of_sequence=*/true);
-      if (i < hits) top.SetKept(numbers[i], from_[i] == 1);
+      top.Name(numbers[i], static_cast<uint32_t>(i), options_.block_tokens, rung_of(i), /*of_sequence=*/true);
+      if (i < hits) top.SetKept(numbers[i], from_[i].tier == 1);
     }
     for (size_t i = numbers.size(); i-- > 0;) {
-      if (i < kept || (i < hits && from_[i] == 0)) top.Release(numbers[i], /*of_sequence=*/true);
-      if (i < hits && from_[i] > 0) tiers_[from_[i]].Release(numbers[i], /*of_sequence=*/true);
+      if (i < kept || !lacks(i)) top.Release(numbers[i], /*of_sequence=*/true);
+      if (i < hits && from_[i].tier > 0) tiers_[from_[i].tier].Release(numbers[i], /*of_sequence=*/true);
     }
     for (SimulatedTier& tier : tiers_) tier.EndRun();
     if (options_.writes_named && tiers_.size() > 1) {
@@ -251,8 +323,8 @@ class Replayer {
   // many uses as it took to write as much as it has.
   bool IsWorthIt(const SimulatedBlock& block) {
     if (learns_ == nullptr || !tiers_[1].full()) return true;
-    const double written = static_cast<double>(std::max<uint64_t>(tiers_[0].result.demoted_blocks, 1));
-    const double stays = static_cast<double>(tiers_[1].capacity()) * static_cast<double>(learns_->uses()) / written;
+    const double written = static_cast<double>(std::max(tiers_[0].result.demoted_bytes, options_.block_bytes));
+    const double stays = static_cast<double>(tiers_[1].bytes()) * static_cast<double>(learns_->uses()) / written;
     return learns_->ChanceOf(block, static_cast<uint64_t>(stays)) >= options_.least_chance;
   }
 
@@ -269,26 +341,31 @@ class Replayer {
       ++tiers_[0].result.refused_blocks;
       return;
     }
-    SimulatedBlock* next;
-    if (!lower.Take(&next)) return;
-    if (next != nullptr) {
-      const uint32_t gone = SimulatedTier::NumberOf(*next);
+    const bool room = lower.Take(victim.bytes, [&](const SimulatedBlock& next) {
+      const uint32_t gone = SimulatedTier::NumberOf(next);
       if (tiers_[from].Has(gone)) tiers_[from].SetKept(gone, false);
-      Demote(from + 1, *next);
-    }
+      Demote(from + 1, next);
+    });
+    if (!room) return;
     ++tiers_[from].result.demoted_blocks;
-    lower.Name(number, victim.index, victim.tokens, /*of_sequence=*/false);
+    tiers_[from].result.demoted_bytes += victim.bytes;
+    lower.Name(number, victim.index, victim.tokens, victim.rung, /*of_sequence=*/false);
     lower.block(number).CopyUse(victim);
     lower.Release(number, /*of_sequence=*/false);
   }
 
+  struct Hit {
+    size_t tier, rung;
+  };
+
   const Trace& trace_;
   const ReplayOptions& options_;
+  Ladder ladder_;
   std::deque<SimulatedTier> tiers_;             // the highest first; they stay where they are
   std::vector<size_t> next_uses_;               // of the optimum: [places in the trace]
   std::vector<size_t> next_use_;                // of it, by number, from now on
   const CostEvictionPolicy* learns_ = nullptr;  // the first tier's, with least_chance
-  std::vector<size_t> from_;                    // of a request: the tier of each hit
+  std::vector<Hit> from_;                       // of a request: where each was that hit
   uint64_t refused_ = 0;
 };
 

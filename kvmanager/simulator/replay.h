@@ -3,8 +3,8 @@
 // It does what the store does for one sequence after the other. A sequence begins with the longest prefix that is
 // found; blocks that a lower tier alone has are copied up, and stay there. All other blocks of the request get room,
 // evicting as a policy says, and then their names; the sequence ends, and its blocks are touched, the last one first.
-// What is evicted goes to the next lower tier, unless that has it, or ReplayOptions keep it from there. Every block has
-// the same bytes.
+// What is evicted goes to the next lower tier, unless that has it, or ReplayOptions keep it from there. Blocks take the
+// same bytes, or those of their rung of a ladder: the highest tier lowers some before it evicts any (ladder_share.h).
 //
 // Not modelled: time that calls and copies take, sequences that overlap, open and raw pages of a running sequence,
 // slabs, several payers. Single-threaded.
@@ -18,6 +18,7 @@
 
 #include "absl/status/statusor.h"
 #include "kvmanager/eviction/eviction_policy.h"
+#include "kvmanager/eviction/ladder_share.h"
 #include "kvmanager/simulator/trace.h"
 
 namespace kvmanager::simulator {
@@ -30,11 +31,15 @@ struct TierOptions {
 
 struct ReplayOptions {
   static constexpr size_t kTiersMax = 4;
+  static constexpr size_t kRungsMax = 8;
   static constexpr int kSlices = 120;  // of the trace, by requests: ReplayResult::slices
 
   std::vector<TierOptions> tiers;  // the highest first; 1..kTiersMax
   std::string policy = "cost";     // a name of kPolicies
   uint64_t block_bytes = 1;
+  /// Of a ladder: what a block takes on rungs 1, 2, ...: each less than the one before. On rung 0 it takes block_bytes.
+  std::vector<uint64_t> lower_rung_bytes;
+  double lowerable_share = kLowerableShare;  // of a ladder; 0..1
   uint64_t block_tokens = 512;
   double prefill_tokens_per_s = 10000;
   bool writes_named = false;  // the second tier gets a block as soon as it has a name, as a daemon's disk does
@@ -54,19 +59,25 @@ struct ReplayResult {
     uint64_t demoted_blocks = 0;  // copied from here to the next lower tier
     uint64_t refused_blocks = 0;  // not copied there, for ReplayOptions::least_chance
     uint64_t fetched_blocks = 0;  // copied from here to the highest
+    uint64_t demoted_bytes = 0, fetched_bytes = 0;
+  };
+  struct Rung {
+    uint64_t hit_blocks = 0;      // that were on it when they were found
+    uint64_t lowered_blocks = 0;  // encoded again by it
   };
   struct Part {
     uint64_t blocks = 0, hit_blocks = 0;
     double ratio() const { return blocks == 0 ? 0 : static_cast<double>(hit_blocks) / static_cast<double>(blocks); }
   };
   std::vector<Tier> tiers;
+  std::vector<Rung> rungs;        // one without a ladder
   Part all, halves[2];            // by requests
   std::vector<Part> slices;       // up to kSlices of as many requests each
   uint64_t refused_requests = 0;  // that need more blocks than the highest tier has
   double ttft_mean_s = 0, ttft_p50_s = 0, ttft_p95_s = 0, ttft_p99_s = 0;
 };
 
-/// Errors: INVALID_ARGUMENT (tiers, policy, a tier smaller than a block).
+/// Errors: INVALID_ARGUMENT (tiers, policy, a tier smaller than a block, rungs).
 absl::StatusOr<ReplayResult> Replay(const Trace& trace, const ReplayOptions& options);
 
 /// The hit ratio of a tier without a bound.

@@ -28,7 +28,8 @@ constexpr char kHelp[] =
     "  kvctl simulate --trace trace.jsonl --tier host=64GiB\n"
     "  kvctl simulate --trace trace.jsonl --tier host=64GiB --tier disk=1TiB --policy all --svg hits.svg\n"
     "  kvctl simulate --trace trace.jsonl --tier host=64GiB --codec hack:k_bits=3,v_bits=2\n"
-    "  kvctl simulate --trace trace.jsonl --tier host=64GiB --block-bytes 1382400 --json\n\n"
+    "  kvctl simulate --trace trace.jsonl --tier host=64GiB --block-bytes 1382400 --json\n"
+    "  kvctl simulate --trace trace.jsonl --tier host=64GiB --rung-bytes 2488320,1382400\n\n"
     "TRACE. JSON, one request a line, of one of two kinds:\n"
     "  {\"timestamp\": 0, \"input_length\": 6758, \"output_length\": 500, \"hash_ids\": [0, 1, 2, 3]}\n"
     "  {\"session_id\": \"a\", \"delay\": 250, \"input_length\": 812, \"hash_ids\": [0, 7]}\n"
@@ -39,6 +40,8 @@ constexpr char kHelp[] =
     "SIZES. --codec NAME[:key=value,...] says what a block takes for the model of --layers, --kv-heads and --head-dim\n"
     "(by default 32, 8, 128: Llama-3.1-8B). --block-bytes says it itself, for codecs that need an artifact:\n"
     "block tokens x layers x KV heads x bytes per token and head (docs/codecs.md).\n\n"
+    "LADDERS. With --codec 'ladder=A>B' the highest tier encodes cold blocks again by B, in fewer bytes, before it\n"
+    "evicts any. --rung-bytes says what a block takes on each rung. Hits are counted by the rung that they were on.\n\n"
     "POLICIES. lru, s3fifo and cost are kvmanagerd --eviction; arc is there to compare with; optimum knows the "
     "future:\n"
     "the block whose next use is furthest goes first, the end of a chain before its beginning. Of policies that store\n"
@@ -80,7 +83,7 @@ absl::StatusOr<std::vector<TierOptions>> Tiers(const SimulateArguments& argument
   return tiers;
 }
 
-absl::StatusOr<std::vector<std::string>> Policies(const SimulateArguments& arguments) {
+absl::StatusOr<std::vector<std::string>> Policies(const SimulateArguments& arguments, bool ladder) {
   std::vector<std::string> policies;
   for (const std::string& text : arguments.policies) {
     for (const absl::string_view name : absl::StrSplit(text, ',')) {
@@ -90,20 +93,35 @@ absl::StatusOr<std::vector<std::string>> Policies(const SimulateArguments& argum
       }
       for (const char* const each : kPolicies) {
         const bool has = std::find(policies.begin(), policies.end(), each) != policies.end();
-        if ((all || name == each) && !has) policies.push_back(each);
+        const bool left_out = all && ladder && absl::string_view(each) == "optimum";  // its blocks have one size
+        if ((all || name == each) && !has && !left_out) policies.push_back(each);
       }
     }
   }
-  if (policies.empty()) policies = {"lru", "cost", "optimum"};
+  if (policies.empty()) {
+    policies = {"lru", "cost"};
+    if (!ladder) policies.push_back("optimum");
+  }
   return policies;
 }
 
-absl::StatusOr<uint64_t> BlockBytes(const SimulateArguments& arguments) {
+// What a block takes, on each rung of a ladder.
+absl::StatusOr<std::vector<uint64_t>> RungBytes(const SimulateArguments& arguments) {
+  std::vector<uint64_t> rungs;
   if (!arguments.block_bytes.empty()) {
+    if (!arguments.rung_bytes.empty()) {
+      return InvalidField("--block-bytes", arguments.block_bytes, "given without --rung-bytes");
+    }
     KV_ASSIGN_OR_RETURN(const uint64_t bytes, ParseBytes("--block-bytes", arguments.block_bytes));
     if (bytes == 0) return InvalidField("--block-bytes", "0", "1 or more");
-    return bytes;
+    return std::vector<uint64_t>{bytes};
   }
+  for (const std::string& text : arguments.rung_bytes) {
+    KV_ASSIGN_OR_RETURN(const uint64_t bytes, ParseBytes("--rung-bytes", text));
+    if (bytes == 0) return InvalidField("--rung-bytes", "0", "1 or more");
+    rungs.push_back(bytes);
+  }
+  if (!rungs.empty()) return rungs;
   CodecRegistry registry;
   RegisterBuiltinCodecs(registry);
   CodecContext context;
@@ -112,10 +130,13 @@ absl::StatusOr<uint64_t> BlockBytes(const SimulateArguments& arguments) {
   context.layout.page_tokens = static_cast<uint16_t>(arguments.page_tokens);
   context.layers = arguments.layers;
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> codec, registry.Create(arguments.codec, context));
-  uint64_t page_bytes = 0;  // of a page in all layers
-  for (int layer = 0; layer < arguments.layers; ++layer) page_bytes += codec->info().page_bytes(layer);
   const uint64_t page_tokens = static_cast<uint64_t>(arguments.page_tokens);
-  return (arguments.trace_block_tokens * page_bytes + page_tokens - 1) / page_tokens;
+  for (int rung = 0; rung < codec->rungs(); ++rung) {
+    uint64_t page_bytes = 0;  // of a page in all layers
+    for (int layer = 0; layer < arguments.layers; ++layer) page_bytes += codec->rung(rung).info().page_bytes(layer);
+    rungs.push_back((arguments.trace_block_tokens * page_bytes + page_tokens - 1) / page_tokens);
+  }
+  return rungs;
 }
 
 // A line on stderr that is written over, where that is a terminal; else a line for each tenth.
@@ -151,6 +172,13 @@ void AddSimulateOptions(CLI::App& app, SimulateArguments& a) {
       ->type_name("NAME[,NAME...]");
   app.add_option("--codec", a.codec, "the codec that says what a block takes")->capture_default_str();
   app.add_option("--block-bytes", a.block_bytes, "what a block takes, in place of --codec")->type_name("BYTES");
+  app.add_option("--rung-bytes", a.rung_bytes, "what a block takes on each rung of a ladder, in place of --codec")
+      ->delimiter(',')
+      ->type_name("BYTES,BYTES[,...]");
+  app.add_option("--lowerable-share", a.lowerable_share,
+                 "of a ladder: blocks are lowered before others are evicted while those that can be take more than "
+                 "this share of the bytes; 0..1, a daemon has the default")
+      ->capture_default_str();
   app.add_option("--layers", a.layers, "of the model")->check(CLI::Range(1, 1024))->capture_default_str();
   app.add_option("--kv-heads", a.kv_heads, "of the model")
       ->check(CLI::Range(1, PageLayout::kKvHeadsMax))
@@ -190,8 +218,9 @@ absl::Status RunSimulate(const SimulateArguments& given, bool json) {
   SimulateReport report;
   report.trace = arguments.trace;
   KV_ASSIGN_OR_RETURN(report.tiers, Tiers(arguments));
-  KV_ASSIGN_OR_RETURN(const std::vector<std::string> policies, Policies(arguments));
-  KV_ASSIGN_OR_RETURN(report.block_bytes, BlockBytes(arguments));
+  KV_ASSIGN_OR_RETURN(report.rung_bytes, RungBytes(arguments));
+  const bool ladder = report.rung_bytes.size() > 1;
+  KV_ASSIGN_OR_RETURN(const std::vector<std::string> policies, Policies(arguments, ladder));
   report.block_tokens = arguments.trace_block_tokens;
   report.prefill_tokens_per_s = arguments.prefill_rate;
   std::ofstream svg;
@@ -210,7 +239,9 @@ absl::Status RunSimulate(const SimulateArguments& given, bool json) {
   for (const std::string& policy : policies) {
     ReplayOptions options{.tiers = report.tiers,
                           .policy = policy,
-                          .block_bytes = report.block_bytes,
+                          .block_bytes = report.rung_bytes.front(),
+                          .lower_rung_bytes = {report.rung_bytes.begin() + 1, report.rung_bytes.end()},
+                          .lowerable_share = arguments.lowerable_share,
                           .block_tokens = report.block_tokens,
                           .prefill_tokens_per_s = report.prefill_tokens_per_s,
                           .writes_named = arguments.writes_named,

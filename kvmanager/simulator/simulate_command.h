@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "kvmanager/eviction/ladder_share.h"
 
 namespace CLI {
 class App;
@@ -15,11 +16,11 @@ namespace kvmanager::simulator {
 
 struct SimulateArguments {
   std::string trace, codec = "raw", block_bytes, svg;
-  std::vector<std::string> tiers, policies, read_rates;
+  std::vector<std::string> tiers, policies, read_rates, rung_bytes;
   int layers = 32, kv_heads = 8, head_dim = 128, page_tokens = 64;
   uint64_t trace_block_tokens = 512;
   double prefill_rate = 10000;
-  double least_chance = 0;
+  double least_chance = 0, lowerable_share = kLowerableShare;
   bool writes_named = false, full_blocks = false;
   bool quiet = false;
 };

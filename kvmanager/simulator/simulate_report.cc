@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 
 namespace kvmanager::simulator {
 namespace {
@@ -14,16 +15,33 @@ double Share(uint64_t part, uint64_t all) {
   return all == 0 ? 0 : static_cast<double>(part) / static_cast<double>(all);
 }
 
+// "25600", or of a ladder "14222 to 25600": on the first rung, and on the last.
+std::string BlocksIn(const SimulateReport& report, const TierOptions& tier) {
+  std::string text = absl::StrCat(tier.bytes / report.rung_bytes.front());
+  if (report.rung_bytes.size() > 1) absl::StrAppend(&text, " to ", tier.bytes / report.rung_bytes.back());
+  return text;
+}
+
+void AppendRungs(const SimulateReport& report, const ReplayResult& result, std::string* text) {
+  for (size_t rung = 0; rung < result.rungs.size(); ++rung) {
+    const ReplayResult::Rung& of = result.rungs[rung];
+    absl::StrAppendFormat(text, "  rung %d, %d bytes: %.4f of the blocks hit on it, %.1f%% of the hits", rung,
+                          report.rung_bytes[rung], Share(of.hit_blocks, result.all.blocks),
+                          100 * Share(of.hit_blocks, result.all.hit_blocks));
+    if (rung > 0) absl::StrAppendFormat(text, "; %d blocks were lowered to it", of.lowered_blocks);
+    *text += "\n";
+  }
+}
+
 }  // namespace
 
 std::string FormatReport(const SimulateReport& report) {
   std::string text =
       absl::StrFormat("%s: %d requests in %.0f s name %d blocks of %d tokens, %d of them different\n", report.trace,
                       report.requests, report.seconds, report.blocks, report.block_tokens, report.distinct);
-  absl::StrAppendFormat(&text, "a block takes %d bytes;", report.block_bytes);
+  absl::StrAppendFormat(&text, "a block takes %s bytes;", absl::StrJoin(report.rung_bytes, ", "));
   for (const TierOptions& tier : report.tiers) {
-    absl::StrAppendFormat(&text, " %s has %.2f GiB, %d blocks;", tier.name, Gib(tier.bytes),
-                          tier.bytes / report.block_bytes);
+    absl::StrAppendFormat(&text, " %s has %.2f GiB, %s blocks;", tier.name, Gib(tier.bytes), BlocksIn(report, tier));
   }
   absl::StrAppendFormat(&text, " without a bound %.4f of the blocks hit\n\n", report.unlimited.ratio());
   absl::StrAppendFormat(&text, "%-8s %8s %8s %8s", "policy", "hits", "1st half", "2nd half");
@@ -36,11 +54,12 @@ std::string FormatReport(const SimulateReport& report) {
     uint64_t down = 0, up = 0;
     for (const ReplayResult::Tier& tier : result.tiers) {
       absl::StrAppendFormat(&text, " %9.4f", Share(tier.hit_blocks, result.all.blocks));
-      down += tier.demoted_blocks;
-      up += tier.fetched_blocks;
+      down += tier.demoted_bytes;
+      up += tier.fetched_bytes;
     }
-    absl::StrAppendFormat(&text, " %12.1f %12.1f %9.3f %9.3f %9.3f\n", Gib(down * report.block_bytes),
-                          Gib(up * report.block_bytes), result.ttft_mean_s, result.ttft_p50_s, result.ttft_p95_s);
+    absl::StrAppendFormat(&text, " %12.1f %12.1f %9.3f %9.3f %9.3f\n", Gib(down), Gib(up), result.ttft_mean_s,
+                          result.ttft_p50_s, result.ttft_p95_s);
+    if (report.rung_bytes.size() > 1) AppendRungs(report, result, &text);
     if (result.refused_requests > 0) {
       absl::StrAppendFormat(&text, "         %d requests found no room for their blocks\n", result.refused_requests);
     }
@@ -58,12 +77,14 @@ nlohmann::json ReportToJson(const SimulateReport& report) {
                          {"blocks", report.blocks},
                          {"distinct_blocks", report.distinct},
                          {"seconds", report.seconds},
-                         {"block_bytes", report.block_bytes},
+                         {"block_bytes", report.rung_bytes.front()},
+                         {"rung_bytes", report.rung_bytes},
                          {"block_tokens", report.block_tokens},
                          {"prefill_tokens_per_second", report.prefill_tokens_per_s},
                          {"unlimited_hit_ratio", report.unlimited.ratio()}};
   for (const TierOptions& tier : report.tiers) {
-    json["tiers"].push_back({{"name", tier.name}, {"bytes", tier.bytes}, {"blocks", tier.bytes / report.block_bytes}});
+    json["tiers"].push_back(
+        {{"name", tier.name}, {"bytes", tier.bytes}, {"blocks", tier.bytes / report.rung_bytes.front()}});
   }
   for (const SimulateReport::Run& run : report.runs) {
     const ReplayResult& result = run.result;
@@ -84,8 +105,14 @@ nlohmann::json ReportToJson(const SimulateReport& report) {
                               {"hit_blocks", tier.hit_blocks},
                               {"evicted_blocks", tier.evicted_blocks},
                               {"refused_blocks", tier.refused_blocks},
-                              {"demoted_bytes", tier.demoted_blocks * report.block_bytes},
-                              {"fetched_bytes", tier.fetched_blocks * report.block_bytes}});
+                              {"demoted_bytes", tier.demoted_bytes},
+                              {"fetched_bytes", tier.fetched_bytes}});
+    }
+    for (const ReplayResult::Rung& rung : result.rungs) {
+      one["rungs"].push_back({{"hit_ratio", Share(rung.hit_blocks, result.all.blocks)},
+                              {"share_of_hits", Share(rung.hit_blocks, result.all.hit_blocks)},
+                              {"hit_blocks", rung.hit_blocks},
+                              {"lowered_blocks", rung.lowered_blocks}});
     }
     for (const ReplayResult::Part& slice : result.slices) one["slices"].push_back(slice.ratio());
     json["runs"].push_back(std::move(one));
@@ -108,7 +135,7 @@ std::string ReportToSvg(const SimulateReport& report) {
       kWidth, kHeight);
   absl::StrAppendFormat(&svg, "<text x=\"%d\" y=\"22\">Prefix hit ratio over the trace", kLeft);
   for (const TierOptions& tier : report.tiers) {
-    absl::StrAppendFormat(&svg, ", %s %d blocks", tier.name, tier.bytes / report.block_bytes);
+    absl::StrAppendFormat(&svg, ", %s %s blocks", tier.name, BlocksIn(report, tier));
   }
   absl::StrAppend(&svg, "</text>\n");
   for (int step = 0; step <= 5; ++step) {

@@ -15,8 +15,9 @@ namespace kvmanager::simulator {
 struct SimulateReport {
   std::string trace;
   uint64_t requests = 0, blocks = 0, distinct = 0;
-  double seconds = 0;  // that the trace covers
-  uint64_t block_bytes = 0, block_tokens = 0;
+  double seconds = 0;                // that the trace covers
+  std::vector<uint64_t> rung_bytes;  // what a block takes, on each rung of a ladder
+  uint64_t block_tokens = 0;
   double prefill_tokens_per_s = 0;
   std::vector<TierOptions> tiers;
   ReplayResult::Part unlimited;

@@ -203,6 +203,71 @@ TEST(ReplayTest, RefusesWhatMakesNoSense) {
   EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status()));
 }
 
+ReplayResult ReplayLadder(const Trace& trace, const std::string& policy, std::vector<uint64_t> tiers,
+                          double share = kLowerableShare) {
+  ReplayOptions options{.policy = policy, .block_bytes = 4, .lower_rung_bytes = {2}, .lowerable_share = share};
+  for (const uint64_t bytes : tiers) options.tiers.push_back({absl::StrCat("tier", options.tiers.size()), bytes});
+  const auto result = Replay(trace, options);
+  EXPECT_TRUE(result.ok()) << result.status();
+  return *result;
+}
+
+TEST(LadderTest, LowersHalfAndEvictsTheRestAsByHand) {
+  // The fourth lowers 0 and 1. 0 hits on rung 1. The sixth lowers 2 and evicts 1; the seventh lowers 3 and evicts 2.
+  const Trace trace = TraceOf({{0}, {1}, {2}, {3}, {0}, {4}, {1}, {1}});
+  const ReplayResult result = ReplayLadder(trace, "lru", {12});
+  EXPECT_EQ(result.all.hit_blocks, 2u);
+  ASSERT_EQ(result.rungs.size(), 2u);
+  EXPECT_EQ(result.rungs[1].hit_blocks, 1u);
+  EXPECT_EQ(result.rungs[0].hit_blocks, 1u);  // what was evicted and computed again
+  EXPECT_EQ(result.rungs[1].lowered_blocks, 4u);
+  EXPECT_EQ(result.tiers[0].evicted_blocks, 2u);
+}
+
+TEST(LadderTest, ALowerTierHasBlocksOnTheirRung) {
+  const Trace trace = TraceOf({{0}, {1}, {2}, {3}, {4}, {0}});
+  const ReplayResult result = ReplayLadder(trace, "lru", {12, 12});
+  EXPECT_EQ(result.tiers[1].hit_blocks, 1u);
+  EXPECT_EQ(result.rungs[1].hit_blocks, 1u);
+  EXPECT_EQ(result.tiers[0].demoted_bytes, 2u);
+  EXPECT_EQ(result.tiers[1].fetched_bytes, 2u);
+}
+
+TEST(LadderTest, ItsHitsAreBetweenThoseOfItsRungs) {
+  const Trace trace = MakeTrace(5, 3000);
+  for (const char* const policy : {"lru", "s3fifo", "cost", "arc"}) {
+    const auto alone = [&](uint64_t bytes) {
+      const auto result = Replay(trace, {.tiers = {{"host", 1600}}, .policy = policy, .block_bytes = bytes});
+      EXPECT_TRUE(result.ok()) << result.status();
+      return result->all.hit_blocks;
+    };
+    const ReplayResult ladder = ReplayLadder(trace, policy, {1600});
+    EXPECT_GT(ladder.all.hit_blocks, alone(4)) << policy;
+    EXPECT_LT(ladder.all.hit_blocks, alone(2)) << policy;
+    EXPECT_EQ(ladder.rungs[0].hit_blocks + ladder.rungs[1].hit_blocks, ladder.all.hit_blocks);
+    EXPECT_GT(ladder.rungs[1].hit_blocks, 0u) << policy;
+    // Nothing is lowered.
+    EXPECT_EQ(ReplayLadder(trace, policy, {1600}, /*share=*/1).all.hit_blocks, alone(4)) << policy;
+  }
+}
+
+TEST(LadderTest, RefusesRungsThatMakeNoSense) {
+  const Trace trace = TraceOf({{0}});
+  ReplayOptions options{.tiers = {{"host", 100}}, .block_bytes = 10};
+  for (const std::vector<uint64_t>& lower :
+       std::vector<std::vector<uint64_t>>{{10}, {0}, {5, 6}, {9, 8, 7, 6, 5, 4, 3, 2}}) {
+    options.lower_rung_bytes = lower;
+    EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status())) << lower[0];
+  }
+  options.lower_rung_bytes = {5};
+  EXPECT_TRUE(Replay(trace, options).ok());
+  options.lowerable_share = 1.5;
+  EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status()));
+  options.lowerable_share = 0.5;
+  options.policy = "optimum";
+  EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status()));
+}
+
 // Hits of the best choice of victims, by trying all. State: the blocks that are there.
 size_t BestHits(const Trace& trace, size_t capacity) {
   std::map<std::pair<size_t, std::set<uint32_t>>, size_t> known;
