@@ -18,7 +18,7 @@ constexpr char kSynthetic[] = "synthetic";
 constexpr uint32_t kSeed = 1;
 
 absl::string_view CalibrationOf(absl::string_view spec) {
-  for (absl::string_view part : absl::StrSplit(spec, absl::ByAnyChar(";,:"))) {
+  for (absl::string_view part : absl::StrSplit(spec, absl::ByAnyChar(";,:>"))) {
     if (absl::ConsumePrefix(&part, "calibration=")) return part;
   }
   return {};
@@ -38,7 +38,8 @@ class BenchCodecs::Source final : public CalibrationSource {
   void Shape(CalibrationModel model, absl::string_view spec) {
     model_ = std::move(model);
     specs_.clear();
-    for (absl::string_view clause : absl::StrSplit(spec, ';')) {
+    absl::ConsumePrefix(&spec, CodecRegistry::kLadderPrefix);
+    for (absl::string_view clause : absl::StrSplit(spec, absl::ByAnyChar(";>"))) {
       // "FIRST..LAST=SPEC" of a policy.
       const size_t equals = clause.find('=');
       if (!clause.empty() && absl::ascii_isdigit(clause[0]) && equals != absl::string_view::npos) {

@@ -2,6 +2,7 @@
 
 #include "codecs/default/default_codec.h"
 #include "codecs/hack/hack.h"
+#include "codecs/ladder/ladder.h"
 #include "codecs/million/million.h"
 #include "codecs/policy/policy.h"
 #include "codecs/pq/pq.h"
@@ -22,6 +23,7 @@ void RegisterBuiltinCodecs(CodecRegistry& registry) {
   RegisterZackMillion(registry);
   RegisterDefaultCodec(registry);
   RegisterPolicy(registry);
+  RegisterLadder(registry);
 }
 
 }  // namespace kvmanager

@@ -91,6 +91,14 @@ std::string CalibrationDigest(const TensorMap& tensors, const TensorMetadata& me
   return stream.Finish().ToHex(sizeof(Digest));
 }
 
+std::string DigestOfArtifacts(const std::set<std::string>& digests) {
+  if (digests.empty()) return "";
+  if (digests.size() == 1) return *digests.begin();
+  std::string text;
+  for (const std::string& digest : digests) absl::StrAppend(&text, digest, "\n");
+  return Sha256({reinterpret_cast<const uint8_t*>(text.data()), text.size()}).ToHex(sizeof(Digest));
+}
+
 std::string SerializeCalibration(const CalibrationModel& model, const TensorMap& tensors, TensorMetadata metadata) {
   metadata["format"] = kFormat;
   metadata["model"] = model.model;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,10 @@ class Calibration {
 /// SHA-256, hexadecimal, over the tensors in the order of their names (name, dtype, shape, bytes) and the metadata
 /// without "digest", each text preceded by its length as u64 little-endian.
 std::string CalibrationDigest(const TensorMap& tensors, const TensorMetadata& metadata);
+
+/// What a codec of several artifacts says: "" of none, the digest of one, else the SHA-256 of all digests, a newline
+/// behind each.
+std::string DigestOfArtifacts(const std::set<std::string>& digests);
 
 /// The artifact's file: adds format, the model's identity and the digest to `metadata`.
 std::string SerializeCalibration(const CalibrationModel& model, const TensorMap& tensors, TensorMetadata metadata);

@@ -115,6 +115,7 @@ class Codec {
 
   /// A ladder (codecs/ladder) has several codecs, of rungs 0 .. rungs() - 1. Pages are encoded by the one of rung 0,
   /// whose are all the methods above; the store may encode them again by that of a later rung, whose pages are smaller.
+  static constexpr int kRungsMax = 4;
   virtual int rungs() const { return 1; }
   virtual const Codec& rung(int) const { return *this; }
 

@@ -127,10 +127,16 @@ void CodecRegistry::Register(std::string name, std::string help, Factory factory
 }
 
 void CodecRegistry::SetPolicyFactory(PolicyFactory factory) { policy_factory_ = std::move(factory); }
+void CodecRegistry::SetLadderFactory(PolicyFactory factory) { ladder_factory_ = std::move(factory); }
 void CodecRegistry::SetCalibrations(CalibrationSource* calibrations) { calibrations_ = calibrations; }
+
+bool CodecRegistry::IsLadder(absl::string_view spec) const {
+  return absl::StartsWith(spec, kLadderPrefix) && ladder_factory_ != nullptr;
+}
 
 absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view spec,
                                                              const CodecContext& context) const {
+  if (IsLadder(spec)) return ladder_factory_(*this, context, spec, std::nullopt);
   if (spec.find(';') != absl::string_view::npos && policy_factory_ != nullptr) {
     return policy_factory_(*this, context, spec, std::nullopt);
   }
@@ -158,6 +164,7 @@ absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view s
 absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::CreateForCache(absl::string_view spec,
                                                                      const CodecContext& context) const {
   if (policy_factory_ == nullptr) return Create(spec, context);
+  if (IsLadder(spec)) return ladder_factory_(*this, context, spec, context.layout.page_tokens);
   return policy_factory_(*this, context, spec, context.layout.page_tokens);
 }
 

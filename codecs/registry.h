@@ -47,13 +47,16 @@ class CodecRegistry {
   /// `name` must be new. `help`: one line for --help and for errors.
   void Register(std::string name, std::string help, Factory factory);
   void SetPolicyFactory(PolicyFactory factory);
+  /// Makes codecs from texts that begin with kLadderPrefix (codecs/ladder), in Create and CreateForCache.
+  static constexpr char kLadderPrefix[] = "ladder=";
+  void SetLadderFactory(PolicyFactory factory);
   /// Where "calibration=NAME" is looked up; outlives the registry. Without one, artifacts are refused.
   void SetCalibrations(CalibrationSource* calibrations);
 
-  /// A codec for `context` from "NAME[:key=value,...]", or from a policy, exactly as the text says: no page is a sink
-  /// unless a clause says so. For measuring a codec, and for canonical texts. Errors: INVALID_ARGUMENT naming the codec
-  /// or the parameter, its value and what is allowed (an unknown codec lists the known ones); FAILED_PRECONDITION when
-  /// the artifact is for another model or geometry; those of CalibrationSource::Get.
+  /// A codec for `context` from "NAME[:key=value,...]", or from a policy or a ladder, exactly as the text says: no page
+  /// is a sink unless a clause says so. For measuring a codec, and for canonical texts. Errors: INVALID_ARGUMENT naming
+  /// the codec or the parameter, its value and what is allowed (an unknown codec lists the known ones);
+  /// FAILED_PRECONDITION when the artifact is for another model or geometry; those of CalibrationSource::Get.
   absl::StatusOr<std::unique_ptr<Codec>> Create(absl::string_view spec, const CodecContext& context) const;
   /// The codec of a cache that is opened with `spec`: a lossy codec, or a policy with one, keeps the first page of
   /// every context raw unless the text has a clause ";sinks=N". The canonical text says it, so that Create and
@@ -66,12 +69,15 @@ class CodecRegistry {
   std::map<std::string, std::string> Names() const;
 
  private:
+  bool IsLadder(absl::string_view spec) const;
+
   struct Entry {
     std::string help;
     Factory factory;
   };
   std::map<std::string, Entry> entries_;
   PolicyFactory policy_factory_;
+  PolicyFactory ladder_factory_;
   CalibrationSource* calibrations_ = nullptr;
 };
 

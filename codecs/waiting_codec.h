@@ -1,5 +1,5 @@
 // Interface of a codec whose calls may wait for a process of its own, as a plug-in's may (abi/plugin_process.h), and
-// who runs them. A codec that has it implements it beside Codec; a policy passes on what its codecs have.
+// who runs them. A codec that has it implements it beside Codec; a policy or a ladder passes on what its codecs have.
 #pragma once
 
 #include <cstdint>
@@ -45,11 +45,12 @@ inline WorkerPool* WorkersOf(const Codec& codec, WorkerPool* others) {
 class CodecWorkers {
  public:
   void Add(std::string name, WorkerPool* workers) { workers_.emplace(std::move(name), workers); }
-  /// Of the codec that `text`, a spec or a policy, names; of several the first named. `others` if it names none.
+  /// Of the codec that `text`, a spec, a policy or a ladder, names; of several the first named. `others` if it names
+  /// none.
   WorkerPool* For(absl::string_view text, WorkerPool* others) const {
     if (workers_.empty()) return others;
     // A codec's name ends a clause, or stands before its parameters. A value that reads like one does no harm.
-    for (const absl::string_view word : absl::StrSplit(text, absl::ByAnyChar(";:=,"))) {
+    for (const absl::string_view word : absl::StrSplit(text, absl::ByAnyChar(";:=,>"))) {
       if (const auto found = workers_.find(word); found != workers_.end()) return found->second;
     }
     return others;

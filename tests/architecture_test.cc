@@ -348,11 +348,12 @@ TEST(ArchitectureTest, ACodecIsOneFolderAndALineInBuiltin) {
       if (target.for_tests) continue;
       for (const std::string& label : target.deps) {
         // Raw pages are the store's own form, and attention merges them with any codec's; training is no codec, nor
-        // are the adapter of plug-ins and their process, nor what all codecs' kernels share.
+        // are the adapter of plug-ins and their process, what all codecs' kernels share, nor pages that are lowered.
         EXPECT_TRUE(!absl::StartsWith(label, "//codecs/") || label == "//codecs/raw:raw_attention" ||
                     label == "//codecs/abi:plugin_codec" || label == "//codecs/abi:plugin_process" ||
                     label == "//codecs/abi:plugin_host" || absl::StartsWith(label, "//codecs/device:") ||
-                    absl::StartsWith(label, "//codecs/calibrate:") || label == "//codecs/zack_hack:sensitivity")
+                    absl::StartsWith(label, "//codecs/calibrate:") || label == "//codecs/zack_hack:sensitivity" ||
+                    label == "//codecs/ladder:lower_pages")
             << package << ":" << target.name << " depends on " << label;
       }
     }

@@ -16,7 +16,6 @@
 #include "absl/strings/str_split.h"
 #include "codecs/policy/policy_device_codec.h"
 #include "codecs/waiting_codec.h"
-#include "kvmanager/base/sha256.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -94,11 +93,7 @@ std::string DigestOfAll(const Policy& policy) {
     const std::string& digest = policy.codecs[codec]->info().calibration_digest;
     if (!digest.empty()) digests.insert(digest);
   }
-  if (digests.empty()) return "";
-  if (digests.size() == 1) return *digests.begin();
-  std::string text;
-  for (const std::string& digest : digests) absl::StrAppend(&text, digest, "\n");
-  return Sha256({reinterpret_cast<const uint8_t*>(text.data()), text.size()}).ToHex(sizeof(Digest));
+  return DigestOfArtifacts(digests);
 }
 
 CodecInfo InfoOf(const Policy& policy) {

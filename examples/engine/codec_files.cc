@@ -29,7 +29,7 @@ std::vector<std::pair<size_t, size_t>> Values(const std::string& codec) {
     const bool begins = at > 0 && (codec[at - 1] == ':' || codec[at - 1] == ',');
     at += kKey.size();
     if (!begins) continue;
-    values.push_back({at, std::min(codec.find_first_of(",;", at), codec.size()) - at});
+    values.push_back({at, std::min(codec.find_first_of(",;>", at), codec.size()) - at});
   }
   return values;
 }

@@ -7,6 +7,10 @@ namespace kvmanager {
 absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const Device* device, DeviceStreams* streams,
                                                                    const Codec& codec, int layers) {
   KV_RETURN_IF_ERROR(device->Use());
+  if (codec.rungs() > 1) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "codec", codec.info().spec,
+                      "one without rungs: a ladder is for caches in host memory");
+  }
   std::unique_ptr<DeviceCodec> made = codec.NewDeviceCodec();
   for (int layer = 0; layer < layers; ++layer) {
     if (made != nullptr && made->attention(layer) != nullptr) continue;

@@ -130,8 +130,8 @@ class Client(Handle):
     ) -> Cache:
         """The cache of a model. All but `device` is part of every block's name: caches that differ share nothing.
 
-        tenant: a salt. dtype: of K and V, float16 or bfloat16. codec: "NAME[:key=value,...]", or a policy; without
-        ";sinks=N" a lossy one keeps the first page of every context raw. lag_pages: newest full pages that are read raw.
+        tenant: a salt. dtype: of K and V, float16 or bfloat16. codec: "NAME[:key=value,...]", a policy or a ladder;
+        without ";sinks=N" a lossy one keeps the first page of every context raw. lag_pages: newest full pages that are read raw.
         device: -1: host memory, else a GPU of the daemon. hidden_size: values per token of activations that steps may
         give; 0: none."""
         options = {

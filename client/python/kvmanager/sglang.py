@@ -51,7 +51,7 @@ _KV = "kv"
 def without_sinks(codec: str) -> str:
     """The codec of pages that all begin a sequence: as a sink, each would stay raw. ValueError: it names sinks."""
     for clause in codec.split(";")[1:]:
-        key, _, value = clause.partition("=")
+        key, _, value = clause.partition(">")[0].partition("=")  # a ladder's next rung follows ">"
         if key == "sinks" and value != "0":
             raise ValueError(f"codec is {codec}, must be without sinks: it is not known which page of SGLang's is a first")
         if key == "sinks":

@@ -100,7 +100,7 @@ class Artifacts:
         FileNotFoundError."""
         def named(match: re.Match[str]) -> str:
             return "calibration=" + self._name(match[1], directory)
-        return re.sub(r"calibration=([^,;]+)", named, codec)
+        return re.sub(r"calibration=([^,;>]+)", named, codec)
 
     def _name(self, given: str, directory: str) -> str:
         places = [given, given + ".safetensors"]
