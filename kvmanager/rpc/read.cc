@@ -30,6 +30,7 @@ DeviceReader* ReaderOf(const Gpus& gpus, int device) {
 struct Piece {
   const uint8_t* raw = nullptr;      // or
   const uint8_t* encoded = nullptr;  // to be decoded
+  uint8_t rung = 0;                  // of the encoded form
   uint32_t entry = 0;
   int first = 0;  // token of the page
   int tokens = 0;
@@ -198,9 +199,10 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     });
   }
 
-  size_t EncodedBytes() const { return codec_->info().page_bytes(read_.layer); }
+  const Codec& CodecOf(const Piece& piece) const { return codec_->rung(piece.rung); }
+  size_t EncodedBytes(const Piece& piece) const { return CodecOf(piece).info().page_bytes(read_.layer); }
   uint64_t StagedBytes(const Piece& piece) const {
-    return DeviceReader::Aligned(piece.raw != nullptr ? layout_.raw_bytes() : EncodedBytes());
+    return DeviceReader::Aligned(piece.raw != nullptr ? layout_.raw_bytes() : EncodedBytes(piece));
   }
 
   void Plan() {
@@ -218,6 +220,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
         piece.raw = pages[page].raw != nullptr ? pages[page].raw : identity ? pages[page].encoded : nullptr;
         if (piece.raw == nullptr) {
           piece.encoded = pages[page].encoded;
+          piece.rung = pages[page].rung;
           encoded_tokens_ += piece.tokens;
         }
         KV_CHECK(piece.raw != nullptr || piece.encoded != nullptr);
@@ -256,13 +259,13 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     // An engine that maps a GPU's pages may have written anything there.
     if (reader_ != nullptr &&
         (page != nullptr ? IsSpoilt(layout_, page, piece)
-                         : !codec_->Validate(read_.layer, {piece.encoded, EncodedBytes()}).ok())) {
+                         : !CodecOf(piece).Validate(read_.layer, {piece.encoded, EncodedBytes(piece)}).ok())) {
       return Spoilt(at);
     }
     if (page == nullptr) {
       if (scratch->size() == 0) *scratch = AlignedBuffer(layout_.raw_bytes());
       const DecodeItem item{piece.encoded, scratch->data(), static_cast<uint32_t>(read_.layer)};
-      codec_->Decode(absl::MakeConstSpan(&item, 1));
+      CodecOf(piece).Decode(absl::MakeConstSpan(&item, 1));
       page = scratch->data();
       // Raw pages were looked at as they were appended. A codec that fails to decode says so by NaN.
       if (IsSpoilt(layout_, page, piece)) return Spoilt(at);
