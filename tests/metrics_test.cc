@@ -92,6 +92,7 @@ void WalkEveryPath(DaemonProcess& daemon, DaemonProcess& peer) {
   }
   ASSERT_OK_AND_ASSIGN(auto kept, client->OpenCache(SmallCache("raw", 1)));
   EXPECT_OK(kept->Retain(Names(*kept, {1, Kind::kNormal, SmallCache("raw", 1)}, 5), {.priority = 80}));
+  EXPECT_OK(client->OpenCache(SmallCache("ladder=hack:k_bits=4,v_bits=4>hack:k_bits=3,v_bits=2", 1)));
   EXPECT_OK(client->Caches());
   EXPECT_OK(client->Sequences());
   EXPECT_OK(client->Peers());

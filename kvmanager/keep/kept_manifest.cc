@@ -33,7 +33,8 @@ struct KeptManifest::Head {
 struct KeptManifest::PageEntry {
   uint32_t slot = 0;
   uint16_t size = 0;
-  uint16_t raw = 0;
+  uint8_t raw = 0;
+  uint8_t rung = 0;
   uint64_t slot_bytes = 0;
   uint64_t checksum = 0;
 };
@@ -123,7 +124,7 @@ KeptBlock KeptManifest::Read(uint64_t at) const {
   block.pages.resize(head.pages);
   for (KeptPage& page : block.pages) {
     const auto entry = Load<PageEntry>(from);
-    page = {{entry.slot, entry.size, entry.slot_bytes}, entry.raw != 0, entry.checksum};
+    page = {{entry.slot, entry.size, entry.slot_bytes}, entry.raw != 0, entry.checksum, entry.rung};
     from += sizeof entry;
   }
   block.tenant.assign(reinterpret_cast<const char*>(from), head.tenant_bytes);
@@ -168,8 +169,9 @@ uint64_t KeptManifest::Write(const KeptBlock& block) {
   std::memcpy(entry, &head, sizeof head);
   uint8_t* to = entry + sizeof head;
   for (const KeptPage& page : block.pages) {
-    const PageEntry each{page.place.number, static_cast<uint16_t>(page.place.size), page.raw, page.place.slot_bytes,
-                         page.checksum};
+    const PageEntry each{
+        page.place.number, static_cast<uint16_t>(page.place.size), page.raw, page.rung, page.place.slot_bytes,
+        page.checksum};
     std::memcpy(to, &each, sizeof each);
     to += sizeof each;
   }

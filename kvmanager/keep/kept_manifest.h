@@ -10,7 +10,7 @@
 //   64 bytes: "kvkept01", bytes of this region, bytes of the pool and of a slab, seed, checksum of these
 //   entries, each from a multiple of 64 on: 8 checksum of what follows (0: none), 4 bytes of the entry, 4 index, 4
 //   tokens, 2 pages, 2 bytes of the tenant's name, 32 cache, 64 name, then for each page 4 slot, 2 size of its area,
-//   2 raw, 8 bytes of the slot, 8 checksum; last the tenant's name
+//   1 raw, 1 rung, 8 bytes of the slot, 8 checksum; last the tenant's name
 //
 // On the store's thread.
 #pragma once
@@ -36,6 +36,7 @@ struct KeptPage {
   SlabAllocator::SlotPlace place;
   bool raw = false;       // else encoded
   uint64_t checksum = 0;  // XXH3-64
+  uint8_t rung = 0;       // of the encoded form (Codec::rung)
 };
 
 struct KeptBlock {

@@ -109,7 +109,7 @@ TEST(DevicePool, AnExportedSlabIsMadeAnewOnceItsImportersAreGone) {
   EXPECT_EQ(test.pool->importers(0), 2u);
   test.pool->Free(*id);
   EXPECT_EQ(test.pool->used_bytes(), kSlabBytes);  // importers could still write it
-  EXPECT_FALSE(test.pool->CanAllocate(2, 1024, 1));
+  EXPECT_FALSE(test.pool->CanAllocate(2, {{1024, 1}}));
   EXPECT_FALSE(test.pool->Allocate(2, 1024).ok());
   const auto same_tenant = test.pool->Allocate(1, 2048);
   ASSERT_TRUE(same_tenant.ok());
@@ -135,7 +135,7 @@ TEST(DevicePool, ALostSlabComesBackWhenThereIsMemoryAgain) {
   test.pool->ImporterGone(0);
   EXPECT_EQ(test.pool->lost_slabs(), 1u);
   EXPECT_EQ(test.pool->used_bytes(), kSlabBytes);
-  EXPECT_FALSE(test.pool->CanAllocate(1, 1024, 1));
+  EXPECT_FALSE(test.pool->CanAllocate(1, {{1024, 1}}));
   EXPECT_FALSE(test.pool->Allocate(1, 1024).ok());
   test.pool->CheckInvariants();
   test.memory->makes_max = UINT32_MAX;
@@ -164,7 +164,7 @@ TEST(DevicePool, RandomOperationsAgainstAModel) {
       if (choice < 4) {
         const TenantId tenant = 1 + random() % 3;
         const size_t bytes = sizes[random() % std::size(sizes)];
-        const bool foretold = test.pool->CanAllocate(tenant, bytes, 1);
+        const bool foretold = test.pool->CanAllocate(tenant, {{bytes, 1}});
         const uint64_t lost = test.pool->lost_slabs();
         const auto id = test.pool->Allocate(tenant, bytes);
         ASSERT_TRUE(id.ok() == foretold || (id.ok() && lost > 0));

@@ -36,7 +36,7 @@ TEST(PagePool, RefusesBadSizes) {
   auto pool = MakePool(4 * kMiB);
   EXPECT_FALSE(pool->Allocate(1, 0).ok());
   EXPECT_FALSE(pool->Allocate(1, 2 * kMiB + 1).ok());
-  EXPECT_FALSE(pool->CanAllocate(1, 2 * kMiB + 1, 0));
+  EXPECT_FALSE(pool->CanAllocate(1, {{2 * kMiB + 1, 0}}));
 }
 
 TEST(PagePool, HugePagesFallBack) {
@@ -51,8 +51,8 @@ TEST(PagePool, HugePagesFallBack) {
 TEST(PagePool, ExhaustsExactlyWhereCanAllocateSays) {
   auto pool = MakePool(4 * kMiB);
   const size_t bytes = 300 * 1024;  // 6 to a slab
-  EXPECT_TRUE(pool->CanAllocate(1, bytes, 12));
-  EXPECT_FALSE(pool->CanAllocate(1, bytes, 13));
+  EXPECT_TRUE(pool->CanAllocate(1, {{bytes, 12}}));
+  EXPECT_FALSE(pool->CanAllocate(1, {{bytes, 13}}));
   std::vector<PageId> ids;
   for (int i = 0; i < 12; ++i) {
     auto id = pool->Allocate(1, bytes);
@@ -161,7 +161,7 @@ TEST(PagePool, TenantsNeverShareASlabNorSeeOldBytes) {
   auto a = pool->Allocate(1, 1 << 20);
   auto b = pool->Allocate(2, 1 << 20);
   ASSERT_TRUE(a.ok() && b.ok());
-  EXPECT_FALSE(pool->CanAllocate(3, 1024, 1));
+  EXPECT_FALSE(pool->CanAllocate(3, {{1024, 1}}));
   EXPECT_FALSE(pool->Allocate(3, 1024).ok());
   std::memset(pool->Data(*a), 0xaa, 1 << 20);
   pool->Free(*a);
@@ -216,13 +216,13 @@ TEST(PagePool, RandomOperationsAgainstAModel) {
         const size_t bytes = sizes[random() % std::size(sizes)];
         size_t count = 0;
         for (size_t more = 32768; more > 0; more /= 2) {
-          if (pool->CanAllocate(tenant, bytes, count + more)) count += more;
+          if (pool->CanAllocate(tenant, {{bytes, count + more}})) count += more;
         }
         auto id = pool->Allocate(tenant, bytes);
         ASSERT_EQ(id.ok(), count > 0);
         if (!id.ok()) continue;
-        EXPECT_EQ(pool->CanAllocate(tenant, bytes, count - 1), true);
-        EXPECT_EQ(pool->CanAllocate(tenant, bytes, count), false);
+        EXPECT_EQ(pool->CanAllocate(tenant, {{bytes, count - 1}}), true);
+        EXPECT_EQ(pool->CanAllocate(tenant, {{bytes, count}}), false);
         uint8_t* data = pool->Data(*id);
         ASSERT_EQ(reinterpret_cast<uintptr_t>(data) % PagePool::kSlotAlign, 0u);
         ASSERT_GE(pool->SlotBytes(*id), bytes);

@@ -116,7 +116,12 @@ class SlabAllocator {
   uint64_t slab_bytes() const { return slab_bytes_; }
   uint32_t slabs() const { return static_cast<uint32_t>(slabs_.size()); }
   uint64_t free_slabs() const { return free_slabs_.size(); }  // for any tenant
-  uint64_t kept_slabs() const { return kept_slabs_; }         // without a handed-out slot, but bound or withdrawn
+  /// Slots for so many bytes that are free in a tenant's areas.
+  uint64_t free_slots(TenantId tenant, size_t bytes) const {
+    const auto bucket = buckets_.find(BucketKey(tenant, RoundedSlotBytes(bytes)));
+    return bucket == buckets_.end() ? 0 : bucket->second.free_slots;
+  }
+  uint64_t kept_slabs() const { return kept_slabs_; }  // without a handed-out slot, but bound or withdrawn
   void CheckInvariants() const;
 
  private:

@@ -54,10 +54,6 @@ class SlotPool {
   bool CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim = false) const {
     return SlabForecast(allocator_).CanAllocate(tenant, wanted, reclaim);
   }
-  bool CanAllocate(TenantId tenant, size_t bytes, size_t count) const {
-    const SlotsWanted wanted{bytes, count};
-    return CanAllocate(tenant, {&wanted, 1});
-  }
   /// Whose reclaimable slots are freed next for `wanted`; SlabForecast's.
   std::optional<PayerId> NextToGive(TenantId tenant, absl::Span<const SlotsWanted> wanted,
                                     absl::FunctionRef<bool(PayerId)> has) const {
@@ -86,6 +82,8 @@ class SlotPool {
   uint64_t reclaimable_bytes() const { return allocator_.reclaimable_bytes(); }  // of slots, those marked
   uint64_t slab_bytes() const { return allocator_.slab_bytes(); }
   uint64_t free_slabs() const { return allocator_.free_slabs(); }
+  /// Slots of a tenant for so many bytes that are free, in slabs that it has.
+  uint64_t free_slots(TenantId tenant, size_t bytes) const { return allocator_.free_slots(tenant, bytes); }
   uint32_t slabs() const { return allocator_.slabs(); }
   virtual void CheckInvariants() const { allocator_.CheckInvariants(); }
 

@@ -41,6 +41,8 @@ struct Block : Evictable {
   bool published = false;         // in its cache's table, under `name`
   bool corrupt = false;           // its bytes changed: never published again
   bool from_disk = false;         // it came from there, and nobody has taken it since
+  bool is_lowering = false;       // BlockLowering encodes it again
+  bool stays_on_rung = false;     // the codec of the next rung declined it
   uint64_t recorded = 0;          // Recovery's; 0: it is not recorded
   int64_t last_use_ns = 0;
   int64_t verified_ns = 0;  // when its bytes were last compared with their checksums; 0: never
@@ -52,6 +54,25 @@ struct Block : Evictable {
   const Page* OpenActivations(uint32_t layer) const {
     const Page* const page = activations.empty() ? nullptr : &activations[layer];
     return page != nullptr && page->state == PageState::kFilling ? page : nullptr;
+  }
+  /// Of its encoded pages: the rung that they are on, all on one (Codec::rung). 0: it has none.
+  int rung() const {
+    for (const Page& page : pages) {
+      if (page.encoded.valid()) return page.rung;
+    }
+    return 0;
+  }
+  /// It was lowered, or can be: what stays raw has no part in how a ladder shares memory.
+  bool HasRungs() const { return can_lower || rung() > 0; }
+  /// Whether BlockLowering may take it once nobody uses it; rungs: its cache's.
+  bool CanBeLowered(int rungs) const {
+    if (stays_on_rung || rung() + 1 >= rungs) return false;
+    bool has_encoded = false;
+    for (const Page& page : pages) {
+      if (page.state != PageState::kResident) return false;
+      has_encoded |= page.encoded.valid();
+    }
+    return has_encoded;
   }
   /// Every layer's page of K and V is sealed. (Activations are a help: nothing waits for them.)
   bool is_full() const {

@@ -30,16 +30,19 @@ void BlockIndex::Apply(PageRef ref, PageEvent event, const PageChange& after) {
   const PageId old_raw = page.raw, old_encoded = page.encoded;
   const bool was_live = page.state != PageState::kFree, was_resident = page.state == PageState::kResident;
   const bool activations = ref.kind == PageKind::kActivations;
-  const FormBytes slot_bytes = cache.slot_bytes(ref.layer, ref.kind);
+  const FormBytes slot_bytes = cache.slot_bytes(ref.layer, ref.kind, page.rung);
+  const FormBytes bytes_after = cache.slot_bytes(ref.layer, ref.kind, RungAfter(page, event, after));
   uint64_t& raw_bytes = activations ? cache.activation_bytes : cache.raw_bytes;
   uint64_t& encoded_bytes = activations ? cache.activation_bytes : cache.encoded_bytes;
   block.bytes -= slot_bytes.Of(page.raw, page.encoded);
+  const int rung_before = page.encoded.valid() ? page.rung : kNoRung;
   if (page.raw.valid()) raw_bytes -= slot_bytes.raw;
   if (page.encoded.valid()) encoded_bytes -= slot_bytes.encoded;
-  ApplyTransition(page, event, after, slot_bytes, activations ? *cache.activation_gauges : *cache.gauges);
-  block.bytes += slot_bytes.Of(page.raw, page.encoded);
-  if (page.raw.valid()) raw_bytes += slot_bytes.raw;
-  if (page.encoded.valid()) encoded_bytes += slot_bytes.encoded;
+  ApplyTransition(page, event, after, slot_bytes, bytes_after, activations ? *cache.activation_gauges : *cache.gauges);
+  block.bytes += bytes_after.Of(page.raw, page.encoded);
+  if (page.raw.valid()) raw_bytes += bytes_after.raw;
+  if (page.encoded.valid()) encoded_bytes += bytes_after.encoded;
+  if (cache.rungs() > 1 && !activations) NoteRungs(rung_before, slot_bytes.encoded, page, bytes_after.encoded);
   block.live_pages += (page.state != PageState::kFree) - was_live;
   // Slots that the page named and names no more, in either form, go back.
   for (const PageId& slot : {old_raw, old_encoded}) {
@@ -47,6 +50,17 @@ void BlockIndex::Apply(PageRef ref, PageEvent event, const PageChange& after) {
   }
   parts_.metrics->pool_used_bytes.Set(static_cast<double>(parts_.host->pool()->used_bytes()));
   if (block.published && !was_resident && page.state == PageState::kResident) parts_.after_resident(&block);
+}
+
+void BlockIndex::NoteRungs(int rung_before, uint64_t bytes_before, const Page& page, uint64_t bytes_after) {
+  if (rung_before != kNoRung) {
+    parts_.metrics->Rung(rung_before).pages->Decrement();
+    parts_.metrics->Rung(rung_before).bytes->Decrement(static_cast<double>(bytes_before));
+  }
+  if (page.encoded.valid()) {
+    parts_.metrics->Rung(page.rung).pages->Increment();
+    parts_.metrics->Rung(page.rung).bytes->Increment(static_cast<double>(bytes_after));
+  }
 }
 
 void BlockIndex::Hold(Block* block) {
@@ -114,6 +128,8 @@ void BlockIndex::UnpinEncoded(PageRef ref) {
 
 void BlockIndex::MakeEvictableIfUnused(Block* block) {
   if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs > 0) return;
+  const int rungs = block->cache->rungs();
+  block->can_lower = rungs > 1 && block->CanBeLowered(rungs);
   block->cache->tier->AddEvictable(block);
   ShowEvictable();
 }

@@ -103,6 +103,9 @@ class BlockIndex {
   }
 
  private:
+  static constexpr int kNoRung = -1;  // of a page without an encoded form
+  /// A page of a ladder may have another encoded form, or none.
+  void NoteRungs(int rung_before, uint64_t bytes_before, const Page& page, uint64_t bytes_after);
   static bool VerifyChecksums(const Block& block);
   void Unname(Block* block, GoneReason reason, const Cache* taker);
   void ShowEvictable();

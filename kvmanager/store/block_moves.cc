@@ -91,7 +91,7 @@ void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr
     copies->push_back(target);
     move->blocks.push_back(std::move(pair));
   }
-  if (demotes) move->upper->BeginDemotion(move->bytes);
+  if (demotes) move->upper->Count(&Tier::Bytes::demoting, static_cast<int64_t>(move->bytes));
   moves_.push_back(move);
   parts_.mover->Move(*move->upper, to, std::move(pages), /*given_up=*/nullptr,
                      [this, move](bool moved, const std::vector<MovingPage>& landed) { Land(*move, moved, landed); });
@@ -99,7 +99,7 @@ void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr
 
 void BlockMoves::Land(BlockMove& move, bool moved, absl::Span<const MovingPage> pages) {
   Tier& upper = *move.upper;
-  if (move.demotes) upper.EndDemotion(move.bytes);
+  if (move.demotes) upper.Count(&Tier::Bytes::demoting, -static_cast<int64_t>(move.bytes));
   // Children first (EvictionPolicy).
   size_t end = pages.size();
   for (auto pair = move.blocks.rbegin(); pair != move.blocks.rend(); ++pair) {

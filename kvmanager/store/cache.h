@@ -39,7 +39,7 @@ struct Cache {
   WorkerPool::Owner owner = WorkerPool::kDaemon;  // the tenant's
   uint64_t raw_slot_bytes = 0;                    // as the pool rounds them
   uint64_t activation_slot_bytes = 0;             // 0: this cache keeps none
-  SlotClasses encoded_slots;
+  SlotClasses encoded_slots;                      // of_layer: [rungs][layers]
   DeviceIndexLayout index;                        // on a GPU; its slots are two more classes than pages have
   const PageGauges* gauges = nullptr;             // of K and V
   const PageGauges* activation_gauges = nullptr;  // nullptr: this cache keeps none
@@ -54,6 +54,8 @@ struct Cache {
   uint64_t activation_bytes = 0;
 
   const PageLayout& layout() const { return config.layout; }
+  /// Codecs of its encoded pages; more than one of a ladder.
+  int rungs() const { return codec->rungs(); }
   int page_tokens() const { return config.layout.page_tokens; }
   ReadingRule reading() const { return {page_tokens(), config.lag_pages}; }
   uint32_t layers() const { return static_cast<uint32_t>(config.layers); }
@@ -68,9 +70,9 @@ struct Cache {
   uint64_t aged_bytes(uint32_t block, uint32_t layer) const {
     return keeps_raw(block, layer) ? layout().raw_bytes() : page_bytes(layer);
   }
-  FormBytes slot_bytes(uint32_t layer, PageKind kind = PageKind::kKeysValues) const {
+  FormBytes slot_bytes(uint32_t layer, PageKind kind = PageKind::kKeysValues, int rung = 0) const {
     if (kind == PageKind::kActivations) return {activation_slot_bytes, activation_slot_bytes};
-    return {raw_slot_bytes, encoded_slots.bytes[encoded_slots.of_layer[layer]]};
+    return {raw_slot_bytes, encoded_slots.bytes[slot_class(layer, rung)]};
   }
   absl::Status CheckLayers(LayerRange range) const {
     if (range.first >= 0 && range.count >= 1 && range.first <= config.layers - range.count) return absl::OkStatus();
@@ -81,15 +83,28 @@ struct Cache {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
                       "host memory: an index that lies in slots is neither sent nor received");
   }
+  /// The error of a hand-off of a cache with a ladder.
+  absl::Status LadderStaysHere() const { return NotOfLadders("a hand-off has one codec for all pages"); }
   bool keeps_activations() const { return activation_slot_bytes > 0; }
   size_t activation_row_bytes() const { return size_t(config.hidden) * DTypeBytes(layout().dtype); }
   size_t activation_page_bytes() const { return page_tokens() * activation_row_bytes(); }
   /// Of the encoded form: what is sent and checked, in a slot of slot_bytes(layer).encoded.
-  size_t page_bytes(uint32_t layer) const { return codec->info().page_bytes(static_cast<int>(layer)); }
+  size_t page_bytes(uint32_t layer, int rung = 0) const {
+    return codec->rung(rung).info().page_bytes(static_cast<int>(layer));
+  }
+  /// Of an encoded page.
+  size_t slot_class(uint32_t layer, int rung = 0) const {
+    return encoded_slots.of_layer[static_cast<size_t>(rung) * layers() + layer];
+  }
   size_t book_class() const { return encoded_slots.bytes.size() - 2; }
   size_t chunk_class() const { return encoded_slots.bytes.size() - 1; }
-  void CountEncodedSlots(uint32_t layer, size_t count, SlotCounts* wanted) const {
-    wanted->encoded[encoded_slots.of_layer[layer]] += count;
+  void CountEncodedSlots(uint32_t layer, size_t count, SlotCounts* wanted, int rung = 0) const {
+    wanted->encoded[slot_class(layer, rung)] += count;
+  }
+  /// The error of a call that a cache with a ladder does not have. why: what it would have to know.
+  absl::Status NotOfLadders(absl::string_view why) const {
+    if (rungs() == 1) return absl::OkStatus();
+    return FieldError(absl::StatusCode::kFailedPrecondition, "codec", config.codec, absl::StrCat("no ladder: ", why));
   }
 };
 
@@ -112,7 +127,9 @@ class Reservation {
   PageId TakeRaw() { return Take(&raw); }
   PageId TakeActivations() { return Take(&activations); }
   PageId TakeOfClass(size_t slot_class) { return Take(&encoded[slot_class]); }
-  PageId TakeEncoded(const Cache& cache, uint32_t layer) { return Take(&encoded[cache.encoded_slots.of_layer[layer]]); }
+  PageId TakeEncoded(const Cache& cache, uint32_t layer, int rung = 0) {
+    return Take(&encoded[cache.slot_class(layer, rung)]);
+  }
 
   struct Slots {
     std::vector<PageId> ids;

@@ -83,9 +83,16 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
     by_opened_.emplace(found->opened, found.get());
     return found;
   }
-  std::vector<uint64_t> encoded_bytes(config.layers);
-  for (int layer = 0; layer < config.layers; ++layer) {
-    encoded_bytes[layer] = SlabAllocator::RoundedSlotBytes(info.page_bytes(layer));
+  const int rungs = cache->rungs();
+  if (rungs > 1 && config.device != CacheConfig::kHost) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
+                      absl::StrCat(CacheConfig::kHost, ", host memory: pages of ladders are read there alone"));
+  }
+  std::vector<uint64_t> encoded_bytes;  // [rungs][layers]
+  for (int rung = 0; rung < rungs; ++rung) {
+    for (int layer = 0; layer < config.layers; ++layer) {
+      encoded_bytes.push_back(SlabAllocator::RoundedSlotBytes(cache->page_bytes(layer, rung)));
+    }
   }
   if (config.hidden > 0 && memory.keeps_activations()) {
     cache->activation_slot_bytes = SlabAllocator::RoundedSlotBytes(cache->activation_page_bytes());
@@ -108,12 +115,15 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   cache->opened = ++opens_;
   cache->id = next_cache_++;
   cache->raw_slot_bytes = SlabAllocator::RoundedSlotBytes(config.layout.raw_bytes());
-  cache->encoded_slots = MakeSlotClasses(encoded_bytes, SlotClassesOfPool(pool.capacity_bytes() / pool.slab_bytes()));
+  // A rung without a class of its own would save nothing.
+  const size_t classes = SlotClassesOfPool(pool.capacity_bytes() / pool.slab_bytes());
+  cache->encoded_slots = MakeSlotClasses(encoded_bytes, std::max(classes, static_cast<size_t>(rungs)));
   for (const uint64_t index_bytes : {cache->index.book_bytes, cache->index.chunk_bytes}) {
     if (index_bytes > 0) cache->encoded_slots.bytes.push_back(SlabAllocator::RoundedSlotBytes(index_bytes));
   }
   KV_CHECK(cache->encoded_slots.bytes.size() <= kSlotClassesMax);
   cache->gauges = &parts_.metrics->PagesOf(info.name, cache->tier->name());
+  for (int rung = 0; rungs > 1 && rung < rungs; ++rung) parts_.metrics->Rung(rung);
   cache->tenant = tenant.id;
   cache->payer = tenant.payer;
   cache->tenant_label = TenantLabel(config.tenant);
@@ -280,6 +290,7 @@ absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::
 
 absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindForTransfer(CacheId id) const {
   KV_ASSIGN_OR_RETURN(auto cache, Find(id));
+  KV_RETURN_IF_ERROR(cache->NotOfLadders("clients that copy blocks decode them by one codec"));
   KV_RETURN_IF_ERROR(cache->tier->memory().CheckTransfers(*cache));
   return cache;
 }
@@ -367,7 +378,7 @@ void CacheTable::CheckInvariants() const {
   for (const auto& [id, cache] : caches_) {
     KV_CHECK(++of_payer[cache->payer] <= of_payer_.Of(cache->payer));
     KV_CHECK(by_opened_.at(cache->opened) == cache.get());
-    KV_CHECK(cache->encoded_slots.of_layer.size() == cache->layers());
+    KV_CHECK(cache->encoded_slots.of_layer.size() == cache->layers() * static_cast<size_t>(cache->rungs()));
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       KV_CHECK(cache->page_bytes(layer) <= cache->slot_bytes(layer).encoded);
     }

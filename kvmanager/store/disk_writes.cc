@@ -18,6 +18,9 @@ bool IsResident(const Block& block) {
                      [](const Page& page) { return page.state == PageState::kResident; });
 }
 
+// The disk has blocks as they were encoded first, not those that are lowered, or are about to be.
+bool IsLowered(const Block& block) { return block.is_lowering || block.rung() > 0; }
+
 uint64_t StayingBytes(const Block& block) {
   uint64_t bytes = 0;
   for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
@@ -116,7 +119,7 @@ bool DiskWrites::WriteNext() {
     const auto cache = parts_.caches->Find(next.cache);
     Block* const block = cache.ok() ? (*cache)->table.FindKey(next.key) : nullptr;
     // Written meanwhile, or gone; or found on the disk since, whose index had not been read, or not all of it.
-    if (block == nullptr || block->kept || writing_.contains(block) || IsOnDisk(parts_, block)) {
+    if (block == nullptr || block->kept || writing_.contains(block) || IsOnDisk(parts_, block) || IsLowered(*block)) {
       PopNamed();
       continue;
     }
@@ -153,6 +156,7 @@ bool DiskWrites::Demote(Block* block) {
     return false;
   }
   const uint64_t bytes = StayingBytes(*block);
+  if (IsLowered(*block)) return false;
   if (!IsResident(*block) || !MayFit(bytes) || !HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return false;
   Start(block, /*demotes=*/true);
   return true;
@@ -180,7 +184,7 @@ void DiskWrites::Start(Block* block, bool demotes) {
   pinned_bytes_ += bytes;
   if (demotes) {
     demoting_bytes_ += bytes;
-    parts_.host->BeginDemotion(bytes);
+    parts_.host->Count(&Tier::Bytes::demoting, static_cast<int64_t>(bytes));
   }
   taker_ = cache.get();
   parts_.disk->Write(std::move(record), PayerName(cache->config.tenant), std::move(sources),
@@ -195,7 +199,7 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
   pinned_bytes_ -= bytes;
   if (demotes) {
     demoting_bytes_ -= bytes;
-    parts_.host->EndDemotion(bytes);
+    parts_.host->Count(&Tier::Bytes::demoting, -static_cast<int64_t>(bytes));
   }
   const auto written = writing_.find(block);
   const bool purged = written->second;
@@ -205,7 +209,7 @@ void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool dem
     if (durable) {
       if (!block->retention.is_of_policy()) parts_.disk->Retain(cache->digest, key, block->retention);
       parts_.host->SetKept(block, true);
-    } else if (!purged && !IsOnDisk(parts_, block)) {
+    } else if (!purged && !IsOnDisk(parts_, block) && !IsLowered(*block)) {
       again = true;
       named_.push_back({cache->id, key, cache->payer});
       named_of_.Add(cache->payer);

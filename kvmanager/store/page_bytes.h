@@ -21,7 +21,7 @@ inline const uint8_t* RawPageData(const Cache& cache, const Page& page) {
 /// Of the form that stays; 0: it is made when the page leaves its memory.
 inline uint64_t PageChecksum(const Cache& cache, uint32_t layer, const Page& page) {
   const MemoryBackend& memory = cache.tier->memory();
-  if (page.encoded.valid()) return memory.Checksum(PageData(cache, page.encoded), cache.page_bytes(layer));
+  if (page.encoded.valid()) return memory.Checksum(PageData(cache, page.encoded), cache.page_bytes(layer, page.rung));
   return memory.Checksum(PageData(cache, page.raw), cache.layout().raw_bytes());
 }
 

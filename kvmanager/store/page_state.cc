@@ -25,6 +25,10 @@ bool CanReleaseRaw(const Page& b, const PageChange& a) {
   return EncodedOnly(b, a) && a.encoded == b.encoded && b.raw.valid() && b.raw_holds == 0 && b.pins == b.encoded_pins &&
          !b.declined;
 }
+bool CanLower(const Page& b, const PageChange& a) {
+  return EncodedOnly(b, a) && EncodedOnly(b, {b.raw, b.encoded}) && a.encoded != b.encoded && a.rung > b.rung &&
+         b.pins == 1 && b.encoded_pins == 1;
+}
 bool CanReserve(const Page&, const PageChange& a) { return !Empty(a); }
 bool CanReserveRaw(const Page& b, const PageChange& a) {
   return !b.raw.valid() && a.raw.valid() && a.encoded.valid() && a.encoded == b.encoded;
@@ -52,6 +56,7 @@ constexpr PageTransition kTransitions[] = {
     {E::kDeclined, S::kEncoding, S::kResident, "encode job", "the codec declined; the encoded slot goes", CanDecline},
     {E::kReleaseRaw, S::kResident, S::kResident, "store", "no sequence holds the raw form, no lease pins it",
      CanReleaseRaw},
+    {E::kLower, S::kResident, S::kResident, "lowering", "encoded again; only what lowers it pins it", CanLower},
     {E::kReserve, S::kFree, S::kReceiving, "import, move", "slots are reserved", CanReserve},
     {E::kReserveRaw, S::kReceiving, S::kReceiving, "import", "a raw slot is reserved", CanReserveRaw},
     {E::kReceivedOpen, S::kReceiving, S::kFilling, "import, move", "bytes verified", CanShowOpen},
@@ -91,16 +96,16 @@ const char* PageStateName(PageState state) {
 
 const char* PageEventName(PageEvent event) {
   static constexpr const char* kNames[kPageEvents] = {
-      "open",        "seal",       "seal identity", "encode",       "encoded",          "declined",
-      "release raw", "reserve",    "received open", "received raw", "received encoded", "received copy",
-      "reserve raw", "quarantine", "job ended",     "free"};
+      "open",          "seal",        "seal identity", "encode",        "encoded",      "declined",
+      "release raw",   "lower",       "reserve",       "received open", "received raw", "received encoded",
+      "received copy", "reserve raw", "quarantine",    "job ended",     "free"};
   return kNames[static_cast<size_t>(event)];
 }
 
 absl::Span<const PageTransition> PageTransitions() { return kTransitions; }
 
 void ApplyTransition(Page& page, PageEvent event, const PageChange& after, const FormBytes& bytes,
-                     const PageGauges& gauges) {
+                     const FormBytes& bytes_after, const PageGauges& gauges) {
   const PageTransition* legal = nullptr;
   for (const PageTransition& row : kTransitions) {
     if (row.event == event && row.from == page.state) legal = &row;
@@ -111,6 +116,7 @@ void ApplyTransition(Page& page, PageEvent event, const PageChange& after, const
     CheckFailed(what.c_str(), __FILE__, __LINE__);
   }
   Count(page, -1, bytes, gauges);
+  page.rung = RungAfter(page, event, after);
   page.state = legal->to;
   page.raw = after.raw;
   page.encoded = after.encoded;
@@ -118,7 +124,7 @@ void ApplyTransition(Page& page, PageEvent event, const PageChange& after, const
   page.checksum = after.checksum;
   if (event == E::kEncode) page.busy = true;
   if (event == E::kEncoded || event == E::kDeclined || event == E::kJobEnded) page.busy = false;
-  Count(page, +1, bytes, gauges);
+  Count(page, +1, bytes_after, gauges);
 }
 
 }  // namespace kvmanager

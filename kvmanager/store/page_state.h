@@ -3,8 +3,8 @@
 // A page belongs to a block of the store, and everything here runs on the store's thread. Workers and transports touch
 // the bytes of a page's slots while `busy` or `pins` says so, never its state.
 //
-//   Free ──open──> Filling ──seal──> Sealed ──encode──> Encoding ──encoded | declined──> Resident ──release raw──┐
-//    │              └──seal identity──────────────────────────────────────────────────────┘    └─────────────────┘
+//   Free ──open──> Filling ──seal──> Sealed ──encode──> Encoding ──encoded | declined──> Resident ──release raw,──┐
+//    │              └──seal identity──────────────────────────────────────────────────────┘    └──────────lower────┘
 //    └──reserve──> Receiving ──received open──> Filling, ──received raw──> Sealed, ──received encoded──> Resident,
 //                            ──received copy──> Resident, ──reserve raw──> Receiving
 //   any state but Free ──quarantine──> Quarantined ──free──> Free, once no lease and no job uses the slots
@@ -17,7 +17,8 @@
 //  1. Free holds no slot; Filling a raw one; Sealed and Encoding a raw one and the encoded one reserved for them;
 //     Resident an encoded one, or, if declined, a raw one; Receiving what will arrive.
 //  2. A slot changes or goes only while no lease pins the page; releasing the raw form needs that no sequence holds it
-//     and that those leases which pin the page read its encoded form alone.
+//     and that those leases which pin the page read its encoded form alone. What lowers a page pins it, and nobody else
+//     does then.
 //  3. `busy` exactly from `encode` to the end of the job; Encoding implies busy.
 #pragma once
 
@@ -43,6 +44,7 @@ enum class PageEvent : uint8_t {
   kEncoded,          // the job ended well
   kDeclined,         // the codec cannot encode this page: it stays raw
   kReleaseRaw,       // nobody reads the raw form any more
+  kLower,            // it was encoded again by the codec of a later rung (Codec::rung), into another slot
   kReserve,          // slots for a page that will be received
   kReceivedOpen,     // a hand-off's open page became visible
   kReceivedRaw,      // a hand-off's full raw page became visible; to be encoded
@@ -53,14 +55,15 @@ enum class PageEvent : uint8_t {
   kJobEnded,         // the job of a quarantined page ended
   kFree,             // every user has gone
 };
-inline constexpr size_t kPageEvents = 16;
+inline constexpr size_t kPageEvents = 17;
 const char* PageEventName(PageEvent event);
 
-/// One page of a block. Only ApplyTransition writes `state`, `busy`, `declined`, the slots and the checksum.
+/// One page of a block. Only ApplyTransition writes `state`, `busy`, `declined`, `rung`, the slots and the checksum.
 struct Page {
   PageState state = PageState::kFree;
   bool busy = false;          // an encode job reads and writes the slots
   bool declined = false;      // by the codec: the raw form is the only one
+  uint8_t rung = 0;           // of the encoded form (Codec::rung)
   uint32_t raw_holds = 0;     // sequences that have not aged this page
   uint32_t pins = 0;          // leases
   uint32_t encoded_pins = 0;  // those of them that read the encoded form alone, if there is one
@@ -81,6 +84,7 @@ struct PageChange {
   PageId encoded;
   bool declined = false;
   uint64_t checksum = 0;
+  uint8_t rung = 0;  // of kReserve and kLower; other transitions leave it as it is, and kFree ends it
 };
 
 /// Metrics of one codec's pages by state; nullptr for Free.
@@ -113,8 +117,15 @@ struct PageTransition {
 absl::Span<const PageTransition> PageTransitions();
 
 /// Makes the transition `event` of `page`, which leaves `after` in it, and moves its gauges. Aborts unless kTransitions
-/// has it and its condition holds. Allocates and frees no slot: the caller owns those that `page` loses.
+/// has it and its condition holds. Allocates and frees no slot: the caller owns those that `page` loses. bytes: of its
+/// slots before; bytes_after: of its slots then, which differ where its rung does.
 void ApplyTransition(Page& page, PageEvent event, const PageChange& after, const FormBytes& bytes,
-                     const PageGauges& gauges);
+                     const FormBytes& bytes_after, const PageGauges& gauges);
+
+/// The rung of a page after `event`, which leaves `after` in it.
+inline uint8_t RungAfter(const Page& page, PageEvent event, const PageChange& after) {
+  const bool sets = event == PageEvent::kReserve || event == PageEvent::kLower || event == PageEvent::kFree;
+  return sets ? after.rung : page.rung;
+}
 
 }  // namespace kvmanager

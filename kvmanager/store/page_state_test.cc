@@ -17,7 +17,7 @@ const PageId kRaw{1, 1}, kEncoded{2, 1};
 class PageStateTest : public ::testing::Test {
  protected:
   void Apply(Page& page, PageEvent event, const PageChange& after) {
-    ApplyTransition(page, event, after, {100, 30}, store_metrics_.PagesOf("fake"));
+    ApplyTransition(page, event, after, {100, 30}, {100, 30}, store_metrics_.PagesOf("fake"));
   }
   double Pages(PageState state) { return store_metrics_.PagesOf("fake").pages[static_cast<size_t>(state)]->Value(); }
 
@@ -59,6 +59,28 @@ TEST_F(PageStateTest, ALifeMovesTheGauges) {
   for (size_t state = 1; state < kPageStates; ++state) EXPECT_EQ(Pages(static_cast<PageState>(state)), 0);
 }
 
+TEST_F(PageStateTest, LoweringChangesTheBytes) {
+  const PageId lower{3, 1};
+  Page page;
+  Apply(page, PageEvent::kReserve, {{}, kEncoded});
+  Apply(page, PageEvent::kReceivedEncoded, {{}, kEncoded, false, 7});
+  page.pins = page.encoded_pins = 1;
+  ApplyTransition(page, PageEvent::kLower, {{}, lower, false, 9, 1}, {100, 30}, {100, 20},
+                  store_metrics_.PagesOf("fake"));
+  EXPECT_TRUE(page.rung == 1 && page.encoded == lower && page.checksum == 9);
+  const prometheus::Gauge& bytes =
+      *store_metrics_.PagesOf("fake").encoded_bytes[static_cast<size_t>(PageState::kResident)];
+  EXPECT_EQ(bytes.Value(), 20);
+  // Other transitions leave the rung as it is, and the end of the page ends it.
+  ApplyTransition(page, PageEvent::kQuarantine, {{}, lower, false, 9}, {100, 20}, {100, 20},
+                  store_metrics_.PagesOf("fake"));
+  EXPECT_EQ(page.rung, 1);
+  page.pins = page.encoded_pins = 0;
+  ApplyTransition(page, PageEvent::kFree, {}, {100, 20}, {100, 30}, store_metrics_.PagesOf("fake"));
+  EXPECT_EQ(page.rung, 0);
+  EXPECT_EQ(bytes.Value(), 0);
+}
+
 using PageStateDeathTest = PageStateTest;
 
 TEST_F(PageStateDeathTest, NothingElseHappens) {
@@ -72,7 +94,11 @@ TEST_F(PageStateDeathTest, NothingElseHappens) {
   EXPECT_DEATH(Apply(page, PageEvent::kOpen, {{}, {}}), "a raw slot is reserved");
   Apply(page, PageEvent::kReserve, {{}, kEncoded});
   Apply(page, PageEvent::kReceivedEncoded, {{}, kEncoded});
-  page.pins = 1;
+  EXPECT_DEATH(Apply(page, PageEvent::kLower, {{}, kRaw, false, 7, 1}), "only what lowers it pins it");
+  page.pins = page.encoded_pins = 1;
+  EXPECT_DEATH(Apply(page, PageEvent::kLower, {{}, kRaw, false, 7, 0}), "encoded again");
+  page.pins = 2;
+  EXPECT_DEATH(Apply(page, PageEvent::kLower, {{}, kRaw, false, 7, 1}), "only what lowers it pins it");
   EXPECT_DEATH(Apply(page, PageEvent::kFree, {}), "no lease pins it");
 }
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "kvmanager/store/block_index.h"
+#include "kvmanager/store/block_lowering.h"
 #include "kvmanager/store/block_moves.h"
 #include "kvmanager/store/cache_table.h"
 #include "kvmanager/store/disk_loads.h"
@@ -55,6 +56,8 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         publications_({metrics, &blocks_, &sequences_, alive_}),
         moves_({metrics, &tiers_, &caches_, &blocks_, &encodes_, &mover_}),
         disk_writes_({disk, metrics, tiers_[0].get(), &caches_, &blocks_, &encodes_, &gone_, alive_}),
+        lowering_({metrics, &caches_, &blocks_, &recovery_,
+                   [this] { return disk_ != nullptr && disk_writes_.WritesSoon(); }, alive_}),
         disk_loads_({disk, tiers_[0].get(), metrics, &caches_, &blocks_, &encodes_, &mover_, alive_}),
         reads_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &lease_pages_, alive_}),
         appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, this, alive_}),
@@ -62,9 +65,9 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         arrivals_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &moves_, alive_}),
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, this, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, this, alive_}),
-        inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &disk_writes_,
-                    &disk_loads_, &recovery_, &exports_, &imports_, &reads_, &mapped_pages_, &gone_, disk, clock,
-                    alive_}) {
+        inspector_({metrics, &tiers_,        &caches_,      &payers_,     &blocks_,   &encodes_, &sequences_,
+                    &moves_, &lowering_,     &disk_writes_, &disk_loads_, &recovery_, &exports_, &imports_,
+                    &reads_, &mapped_pages_, &gone_,        disk,         clock,      alive_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
     recovery_.Recover();
   }
@@ -184,7 +187,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     while (GiveBackSome()) {  // what nobody uses is to go
     }
     const uint64_t unclaimed = recovery_.Purge(of);
-    return unclaimed + disk_writes_.NotePurge(of);
+    return unclaimed + lowering_.NotePurge(of) + disk_writes_.NotePurge(of);
   }
   void Evict(Block* block, const Cache& taker) override { blocks_.Evict(block, taker); }
   bool WritesSoon(const Tier& tier) const override { return &tier == tiers_[0].get() && disk_writes_.WritesSoon(); }
@@ -194,6 +197,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   bool Demote(Block* block) override {
     return block->cache->tier == tiers_[0].get() ? disk_writes_.Demote(block) : moves_.Demote(block);
   }
+  Lowering Lower(Block* block) override { return lowering_.Lower(block); }
   absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const override {
     return inspector_.Exhausted(cache, wanted);
   }
@@ -227,6 +231,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   Publications publications_;
   BlockMoves moves_;
   DiskWrites disk_writes_;
+  BlockLowering lowering_;
   DiskLoads disk_loads_;
   StoreReads reads_;
   StoreAppends appends_;

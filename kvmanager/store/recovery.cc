@@ -107,7 +107,7 @@ void Recovery::Record(Block* block) {
   record.pages.reserve(block->pages.size());
   for (const Page& page : block->pages) {
     record.pages.push_back(
-        {parts_.pool->SlotPlaceOf(page.declined ? page.raw : page.encoded), page.declined, page.checksum});
+        {parts_.pool->SlotPlaceOf(page.declined ? page.raw : page.encoded), page.declined, page.checksum, page.rung});
   }
   block->recorded = parts_.manifest->Write(record);
   if (block->recorded == 0) return parts_.metrics->unrecorded_blocks.Increment();
@@ -191,7 +191,8 @@ bool Recovery::CanBeOf(const Cache& cache, const KeptBlock& block) const {
   for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
     const KeptPage& page = block.pages[layer];
     if (cache.identity() ? page.raw : cache.keeps_raw(block.index, layer) && !page.raw) return false;
-    const FormBytes slot = cache.slot_bytes(layer);
+    if (page.rung >= cache.rungs()) return false;
+    const FormBytes slot = cache.slot_bytes(layer, PageKind::kKeysValues, page.rung);
     if (page.place.slot_bytes != (page.raw ? slot.raw : slot.encoded)) return false;
   }
   return true;
@@ -220,6 +221,7 @@ Block* Recovery::Make(const std::shared_ptr<Cache>& cache, uint64_t entry, const
     const KeptPage& page = kept.pages[layer];
     PageChange change;
     (page.raw ? change.raw : change.encoded) = SlotOf(page);
+    change.rung = page.rung;
     parts_.blocks->Apply({block, layer}, PageEvent::kReserve, change);
     change.declined = page.raw;
     change.checksum = page.checksum;
@@ -318,7 +320,7 @@ void Recovery::CheckInvariants() const {
     for (size_t layer = 0; layer < block.pages.size(); ++layer) {
       const Page& page = block.pages[layer];
       const KeptPage& kept = record.pages[layer];
-      KV_CHECK(kept.raw == page.declined && kept.checksum == page.checksum);
+      KV_CHECK(kept.raw == page.declined && kept.checksum == page.checksum && kept.rung == page.rung);
       KV_CHECK(kept.place == parts_.pool->SlotPlaceOf(page.declined ? page.raw : page.encoded));
     }
   }

@@ -85,6 +85,7 @@ class SequenceBeginnings::Beginning final : public SequenceBeginning {
       parts_.blocks->ForgetHolder(piece_[taken]);
       parts_.sequences->Attach(*sequence_, piece_[taken]);
       ++tiers_[static_cast<size_t>(TakeHit(piece_[taken]))];
+      if (cache_->rungs() > 1) parts_.metrics->Rung(piece_[taken]->rung()).hit_blocks->Increment();
     }
     if (taken < piece_.size()) {
       ended_ = true;

@@ -51,6 +51,7 @@ absl::StatusOr<std::unique_ptr<ExportBeginning>> SequenceExports::BeginWhole(Seq
                                                                              const ExportOptions& options) {
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, parts_.sequences->FindWhole(id));
   if (!sequence->index_places.empty()) return sequence->cache->IndexStaysHere();
+  KV_RETURN_IF_ERROR(sequence->cache->LadderStaysHere());
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
   ExportOptions direct = options;
   direct.way = ExportWay::kDirect;
@@ -65,6 +66,7 @@ absl::StatusOr<std::unique_ptr<ExportBeginning>> SequenceExports::BeginGrowing(S
   const std::shared_ptr<Cache> cache = sequence->cache;
   const bool direct = options.way == ExportWay::kDirect;
   if (direct && !sequence->index_places.empty()) return cache->IndexStaysHere();
+  KV_RETURN_IF_ERROR(cache->LadderStaysHere());
   const bool written = cache->tier->memory().writes_at_once();
   KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportedSequence> sent, Begin(*sequence, tokens, options, written));
   std::shared_ptr<HostExport> host;

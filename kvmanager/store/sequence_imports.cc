@@ -14,6 +14,7 @@ absl::StatusOr<std::unique_ptr<Importing>> SequenceImports::Begin(std::shared_pt
                       parts_.caches->FindOrOpen(first->config, std::move(codec), &first->codec_version));
   absl::Status may = parts_.sequences->CheckLimit(*cache, 0);
   if (may.ok() && cache->index.chunk_tokens > 0) may = cache->IndexStaysHere();
+  if (may.ok()) may = cache->LadderStaysHere();
   if (!may.ok()) {
     if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
     return may;

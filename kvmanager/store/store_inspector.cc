@@ -238,6 +238,7 @@ void StoreInspector::CheckInvariants() const {
   struct TierSums {
     Slots slots;
     uint64_t used_bytes = 0, evictable_bytes = 0, kept_bytes = 0, kept_longer_bytes = 0;
+    absl::flat_hash_map<PayerId, Tier::LadderBytes> ladders;
   };
   absl::flat_hash_map<const Tier*, TierSums> tiers;
   for (const Block& block : parts_.blocks->all()) {
@@ -252,7 +253,7 @@ void StoreInspector::CheckInvariants() const {
       const bool activations = at >= cache.layers();
       const PageKind kind = activations ? PageKind::kActivations : PageKind::kKeysValues;
       const Page& page = activations ? block.activations[layer] : block.pages[layer];
-      const FormBytes slot_bytes = cache.slot_bytes(layer, kind);
+      const FormBytes slot_bytes = cache.slot_bytes(layer, kind, page.rung);
       CheckPage(block, page, activations || cache.identity());
       if (activations) CheckActivations(block.pages[layer], page);
       const auto held = raw_holds.find(&page);
@@ -281,7 +282,17 @@ void StoreInspector::CheckInvariants() const {
       ++named[&cache];
       KV_CHECK(cache.table.FindKey(block.name.key) == &block && block.is_full() && !block.corrupt);
     }
-    if (block.evictable) tier.evictable_bytes += bytes;
+    for (const Page& page : block.pages) KV_CHECK(page.encoded.valid() ? page.rung == block.rung() : page.rung == 0);
+    KV_CHECK(block.rung() < cache.rungs());
+    if (block.evictable) {
+      tier.evictable_bytes += bytes;
+      KV_CHECK(block.can_lower == (cache.rungs() > 1 && block.CanBeLowered(cache.rungs())));
+    }
+    if (block.evictable && block.HasRungs()) {
+      Tier::LadderBytes& ladder = tier.ladders[block.payer];
+      ladder.all += bytes;
+      if (block.can_lower) ladder.lowerable += bytes;
+    }
     if (block.evictable && block.kept) tier.kept_bytes += bytes;
     if (block.evictable && block.retention.priority > Retention::kOfPolicy) tier.kept_longer_bytes += bytes;
     tier.used_bytes += bytes;
@@ -309,12 +320,13 @@ void StoreInspector::CheckInvariants() const {
     const TierSums& sum = tiers[tier.get()];
     const bool retired = tier->retired_slots() > 0;
     KV_CHECK(index_bytes[tier.get()] <= tier->bytes().index);
-    const uint64_t used_bytes = sum.used_bytes + tier->bytes().index + tier->bytes().unclaimed;
+    const uint64_t used_bytes = sum.used_bytes + tier->bytes().index + tier->bytes().unclaimed + tier->bytes().lowering;
     KV_CHECK(retired ? used_bytes < tier->pool()->slot_bytes_used() : used_bytes == tier->pool()->slot_bytes_used());
     KV_CHECK(sum.evictable_bytes == tier->bytes().evictable &&
              sum.evictable_bytes + tier->bytes().unclaimed == tier->pool()->reclaimable_bytes());
     KV_CHECK(sum.kept_longer_bytes == tier->eviction().kept_longer().bytes);
     tier->eviction().CheckInvariants();
+    KV_CHECK(sum.ladders == tier->bytes().ladders);
     KV_CHECK(sum.kept_bytes == tier->bytes().kept && demoting_bytes[tier.get()] == tier->bytes().demoting);
   }
   for (const auto& [gauges, sum] : sums) {
@@ -324,6 +336,7 @@ void StoreInspector::CheckInvariants() const {
       KV_CHECK(gauges->encoded_bytes[state]->Value() == sum.encoded_bytes[state]);
     }
   }
+  parts_.lowering->CheckInvariants();
   parts_.caches->CheckInvariants();
   parts_.payers->CheckInvariants();
   parts_.recovery->CheckInvariants();

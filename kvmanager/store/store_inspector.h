@@ -15,6 +15,7 @@
 #include <memory>
 #include <vector>
 
+#include "kvmanager/store/block_lowering.h"
 #include "kvmanager/store/block_moves.h"
 #include "kvmanager/store/disk_loads.h"
 #include "kvmanager/store/disk_writes.h"
@@ -45,6 +46,7 @@ class StoreInspector final : public StoreReport {
     EncodeJobs* encodes = nullptr;
     const SequenceTable* sequences = nullptr;
     const BlockMoves* moves = nullptr;
+    const BlockLowering* lowering = nullptr;
     const DiskWrites* disk_writes = nullptr;
     const DiskLoads* disk_loads = nullptr;
     const Recovery* recovery = nullptr;

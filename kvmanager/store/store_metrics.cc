@@ -120,4 +120,26 @@ RetainedGauges& StoreMetrics::RetainedIn(const std::string& tier) {
   return it->second;
 }
 
+RungMetrics& StoreMetrics::Rung(int rung) {
+  const auto [it, is_new] = rungs_.try_emplace(rung);
+  if (!is_new) return it->second;
+  const MetricLabels labels = {{"rung", std::to_string(rung)}};
+  RungMetrics& of = it->second;
+  of.pages = &metrics_->Gauge("rung_pages", "Encoded pages of ladders by rung", labels);
+  of.bytes = &metrics_->Gauge("rung_bytes", "Bytes of their slots", labels);
+  of.hit_blocks = &metrics_->Counter("rung_hit_blocks_total",
+                                     "Blocks of ladders that were taken, by the rung they were on", labels);
+  of.lowered_blocks = &metrics_->Counter("lowered_blocks_total",
+                                         "Blocks of ladders that were encoded again, by the rung they came to", labels);
+  of.unlowered_blocks = &metrics_->Counter(
+      "unlowered_blocks_total",
+      "Blocks that were to come to a rung and did not: taken meanwhile, or declined by its codec", labels);
+  of.lowered_freed_bytes =
+      &metrics_->Counter("lowered_freed_bytes_total", "Bytes that lowering to a rung has freed", labels);
+  of.lowering_error = &metrics_->Histogram(
+      "lowering_error", "Relative error of K and V of a page that came to a rung, against what it was made of",
+      ExponentialBounds(1.0 / 1024, 2, 11), labels);
+  return of;
+}
+
 }  // namespace kvmanager

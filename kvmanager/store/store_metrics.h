@@ -20,6 +20,17 @@ struct RetainedGauges {
   prometheus::Gauge* bytes = nullptr;
 };
 
+/// Of blocks of ladders that are on a rung, or come to it.
+struct RungMetrics {
+  prometheus::Gauge* pages = nullptr;
+  prometheus::Gauge* bytes = nullptr;
+  prometheus::Counter* hit_blocks = nullptr;
+  prometheus::Counter* lowered_blocks = nullptr;
+  prometheus::Counter* unlowered_blocks = nullptr;
+  prometheus::Counter* lowered_freed_bytes = nullptr;
+  prometheus::Histogram* lowering_error = nullptr;
+};
+
 struct StoreMetrics {
   explicit StoreMetrics(Metrics* metrics);
 
@@ -29,6 +40,9 @@ struct StoreMetrics {
 
   /// In a tier, named so; made on first use.
   RetainedGauges& RetainedIn(const std::string& tier);
+
+  /// Of a rung (Codec::rung), in host memory; made on first use.
+  RungMetrics& Rung(int rung);
 
   prometheus::Counter& prefix_asked_blocks;
   prometheus::Counter& prefix_hit_blocks;
@@ -85,6 +99,7 @@ struct StoreMetrics {
   Metrics* metrics_;
   std::map<std::pair<std::string, std::string>, PageGauges> pages_;  // by codec and tier
   std::map<std::string, RetainedGauges> retained_;                   // by tier
+  std::map<int, RungMetrics> rungs_;
 };
 
 }  // namespace kvmanager

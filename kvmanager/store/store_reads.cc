@@ -181,6 +181,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       out->raw = PageData(*cache_, page.raw);
     } else {
       out->encoded = PageData(*cache_, page.encoded);
+      out->rung = page.rung;
     }
   }
   void EndEntry() { buffers_.ends.push_back(buffers_.pages.size()); }

@@ -29,17 +29,18 @@ class NoAttention final : public PageAttention {
   void Attend(const PageAttentionTask&, const SoftmaxRows&, absl::Span<uint8_t>) const override {}
 };
 
+// shrink: bytes of a raw page that become one.
 class FakeCodec final : public Codec {
  public:
-  FakeCodec(const CodecContext& context, std::string name)
-      : layout_(context.layout), declining_(name == "declining"), sinks_(name == "sinks") {
+  FakeCodec(const CodecContext& context, std::string name, int shrink = 2)
+      : layout_(context.layout), shrink_(shrink), declining_(name == "declining"), sinks_(name == "sinks") {
     const PageLayout& layout = context.layout;
     info_.name = name;
     info_.spec = name;
     info_.version = 1;
     info_.identity = name == "raw";
     if (sinks_) info_.sink_tokens = kSinkTokens;
-    info_.encoded_bytes = info_.identity ? layout.raw_bytes() : layout.raw_bytes() / 2 + kMagicBytes;
+    info_.encoded_bytes = info_.identity ? layout.raw_bytes() : layout.raw_bytes() / shrink_ + kMagicBytes;
     info_.payload_bytes = info_.encoded_bytes;
     if (name != "uneven") return;
     for (int layer = 0; layer < context.layers; ++layer) {
@@ -56,14 +57,19 @@ class FakeCodec final : public Codec {
       item.is_sink = sinks_ && item.first_token < kSinkTokens;
       item.declined = item.is_sink || (declining_ && Declines(item.raw));
       const uint8_t salt = static_cast<uint8_t>(item.layer * 31 + item.first_token);
-      for (size_t i = 0; i < layout_.raw_bytes() / 2; ++i) {
-        item.encoded[i] = static_cast<uint8_t>(item.raw[2 * i] * 3 + item.raw[2 * i + 1] + salt);
+      const size_t codes = layout_.raw_bytes() / shrink_;
+      for (size_t i = 0; i < codes; ++i) {
+        item.encoded[i] = static_cast<uint8_t>(item.raw[shrink_ * i] * 3 + item.raw[shrink_ * i + 1] + salt);
       }
-      const size_t codes = layout_.raw_bytes() / 2;
       std::memset(item.encoded + codes, kMagic, info_.page_bytes(static_cast<int>(item.layer)) - codes);
     }
   }
-  void Decode(absl::Span<const DecodeItem>) const override {}
+  // Finite values.
+  void Decode(absl::Span<const DecodeItem> items) const override {
+    for (const DecodeItem& item : items) {
+      for (size_t i = 0; i < layout_.raw_bytes(); ++i) item.raw[i] = item.encoded[i / shrink_] & 0x3f;
+    }
+  }
   absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override {
     KV_CHECK(encoded.size() == info_.page_bytes(layer));
     if (info_.identity || encoded.back() == kMagic) return absl::OkStatus();
@@ -74,9 +80,38 @@ class FakeCodec final : public Codec {
 
  private:
   PageLayout layout_;
+  size_t shrink_;
   bool declining_, sinks_;
   CodecInfo info_;
   NoAttention attention_;
+};
+
+// Pages of half the size, then of a quarter.
+class FakeLadder final : public Codec {
+ public:
+  FakeLadder(const CodecContext& context, const std::string& name)
+      : upper_(context, name == "ladder" ? "sinks" : "fake"),
+        lower_(context, name == "ladder" ? "sinks" : "declining", 4) {
+    info_ = upper_.info();
+    info_.name = info_.spec = name;
+  }
+  const CodecInfo& info() const override { return info_; }
+  const PageLayout& layout() const override { return upper_.layout(); }
+  size_t encode_workspace_bytes() const override { return 0; }
+  void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t> workspace) const override {
+    upper_.Encode(items, workspace);
+  }
+  void Decode(absl::Span<const DecodeItem> items) const override { upper_.Decode(items); }
+  absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override {
+    return upper_.Validate(layer, encoded);
+  }
+  const PageAttention& attention() const override { return upper_.attention(); }
+  int rungs() const override { return 2; }
+  const Codec& rung(int i) const override { return i == 0 ? upper_ : lower_; }
+
+ private:
+  FakeCodec upper_, lower_;
+  CodecInfo info_;
 };
 
 }  // namespace
@@ -89,6 +124,13 @@ void RegisterTestCodecs(CodecRegistry* registry) {
         name, "a codec of the tests",
         [name](const CodecContext& context, const CodecParameters&) -> absl::StatusOr<std::unique_ptr<Codec>> {
           return std::make_unique<FakeCodec>(context, name);
+        });
+  }
+  for (const std::string name : {"ladder", "declining_ladder"}) {
+    registry->Register(
+        name, "a ladder of the tests",
+        [name](const CodecContext& context, const CodecParameters&) -> absl::StatusOr<std::unique_ptr<Codec>> {
+          return std::make_unique<FakeLadder>(context, name);
         });
   }
 }

@@ -20,7 +20,8 @@ namespace kvmanager::testing {
 
 /// "fake": half the size, each byte mixes two of the raw page with the layer; "declining" also declines pages whose
 /// first value is a multiple of 4; "uneven" has pages of another size in
-/// every layer; "sinks" keeps the first 32 tokens raw. "raw": identity.
+/// every layer; "sinks" keeps the first 32 tokens raw. "raw": identity. "ladder": "sinks", then a quarter of the size;
+/// "declining_ladder": "fake", then a quarter, whose codec declines as "declining" does.
 void RegisterTestCodecs(CodecRegistry* registry);
 /// Does "declining" decline this raw page?
 bool Declines(const uint8_t* raw);

@@ -5,6 +5,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/eviction/ladder_share.h"
 #include "kvmanager/memory/shown_slabs.h"
 
 namespace kvmanager {
@@ -15,6 +16,11 @@ namespace {
 constexpr uint64_t kAheadShare = 8;
 constexpr int kDemotionsAtOnce = 16;
 constexpr uint64_t kDemotingBytesMax = uint64_t{256} << 20;
+// While a cache has less room than such a share of the pool, blocks of ladders are lowered; their new slots take no
+// more than the other share of it, but for one block. So many are evicted in a call for these slots.
+constexpr uint64_t kLowerAheadShare = 32;
+constexpr uint64_t kLoweringShare = 128;
+constexpr int kLoweringEvictions = 4;
 // Blocks that wait for the disk stay until they are there, and others that it has go for them, while they are at most
 // such a share of the pool.
 constexpr uint64_t kUnkeptShare = 2;
@@ -81,7 +87,7 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
       // Small slabs of others may join to a slab, and then serve otherwise than was counted.
       if (!payer.has_value()) return owner_->Exhausted(cache, counts);
       if (owner_->GiveUpUnclaimed(*this, *payer)) continue;
-      Block* victim = NextToEvict(*payer);
+      Block* victim = NextToEvict(*payer, cache, counts);
       // What the lower tier has, too, goes at once; the rest goes there first, and that is waited for likewise. A disk
       // is not waited for: what it has not taken by now is lost.
       if (can_move()) {
@@ -95,6 +101,18 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
       Collect();
     }
   }
+  KV_RETURN_IF_ERROR(Take(cache, counts, out));
+  DemoteAhead(lost_some);
+  LowerAhead(cache);
+  return absl::OkStatus();
+}
+
+bool Tier::ReserveFree(const Cache& cache, const SlotCounts& counts, Reservation* out) {
+  return pool_->CanAllocate(cache.tenant, WantedSlots(cache, counts)) && Take(cache, counts, out).ok();
+}
+
+absl::Status Tier::Take(const Cache& cache, const SlotCounts& counts, Reservation* out) {
+  const auto wanted = WantedSlots(cache, counts);
   const auto allocate = [&](const SlotPool::SlotsWanted& of, Reservation::Slots* slots) -> absl::Status {
     slots->ids.reserve(of.count);
     for (uint64_t i = 0; i < of.count; ++i) {
@@ -109,7 +127,6 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
     KV_RETURN_IF_ERROR(allocate(wanted[1 + i], &out->encoded[i]));
   }
   if (counts.activations > 0) KV_RETURN_IF_ERROR(allocate(wanted.back(), &out->activations));
-  DemoteAhead(lost_some);
   return absl::OkStatus();
 }
 
@@ -134,6 +151,11 @@ void Tier::AddEvictable(Block* block) {
   eviction_->Add(block);
   bytes_.evictable += block->bytes;
   if (block->kept) bytes_.kept += block->bytes;
+  if (block->HasRungs()) {
+    LadderBytes& ladder = bytes_.ladders[block->payer];
+    ladder.all += block->bytes;
+    if (block->can_lower) ladder.lowerable += block->bytes;
+  }
   SetReclaimable(*block, true);
   owner_->OnRoomIn(*this);
 }
@@ -142,6 +164,12 @@ void Tier::RemoveEvictable(Block* block) {
   eviction_->Remove(block);
   bytes_.evictable -= block->bytes;
   if (block->kept) bytes_.kept -= block->bytes;
+  if (block->HasRungs()) {
+    const auto of = bytes_.ladders.find(block->payer);
+    of->second.all -= block->bytes;
+    if (block->can_lower) of->second.lowerable -= block->bytes;
+    if (of->second.all == 0) bytes_.ladders.erase(of);
+  }
   SetReclaimable(*block, false);
 }
 
@@ -163,10 +191,23 @@ void Tier::SetReclaimable(const Block& block, bool reclaimable) {
   }
 }
 
+// Whether encoded pages lack slots.
+bool Tier::LacksEncoded(const Cache& cache, const SlotCounts& wanted) const {
+  for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) {
+    if (wanted.encoded[i] > pool_->free_slots(cache.tenant, cache.encoded_slots.bytes[i])) return true;
+  }
+  return false;
+}
+
 // What the disk has, too, can be read again; what it has not yet would be lost: others go for it, but for what a client
 // wants to be kept longer. What is to go early goes, written or not.
-Block* Tier::NextToEvict(PayerId payer) const {
-  Evictable* const next = eviction_->Victim(payer);
+Block* Tier::NextToEvict(PayerId payer, const Cache& taker, const SlotCounts& wanted) const {
+  Evictable* next = eviction_->Victim(payer);
+  // Where lowering has not kept up: what was lowered has slots of another size.
+  if (next != nullptr && taker.rungs() > 1 && static_cast<Block*>(next)->rung() > 0 && LacksEncoded(taker, wanted)) {
+    Evictable* const upper = eviction_->LowerableVictim(payer);
+    if (upper != nullptr && static_cast<Block*>(upper)->cache.get() == &taker) next = upper;
+  }
   const auto waits_for_disk = [&] {
     return !next->kept && next->retention.priority >= Retention::kOfPolicy && owner_->WritesSoon(*this) &&
            bytes_.evictable - bytes_.kept <= pool_->capacity_bytes() / kUnkeptShare;
@@ -184,6 +225,61 @@ Block* Tier::NextToDemote() const {
     if (Evictable* const next = eviction_->UnkeptVictim(each->second->payer)) return static_cast<Block*>(next);
   }
   return nullptr;
+}
+
+// What the cache's next pages of the first rung can have at once: slots of theirs, and what becomes slots of any size.
+uint64_t Tier::RoomFor(const Cache& cache, uint64_t most) const {
+  const PoolShares::Account* const account = pool_->shares().Find(cache.payer);
+  const uint64_t charge = account == nullptr ? 0 : account->charge;
+  uint64_t room = std::min(pool_->free_slabs() * pool_->slab_bytes(), most - std::min(most, charge));
+  const size_t classes = *std::max_element(cache.encoded_slots.of_layer.begin(), cache.encoded_slots.of_layer.end());
+  for (size_t of = cache.slot_class(0); of <= classes; ++of) {
+    const auto begin = cache.encoded_slots.of_layer.begin();
+    if (std::find(begin, begin + cache.layers(), of) == begin + cache.layers()) continue;
+    const uint64_t bytes = cache.encoded_slots.bytes[of];
+    room += pool_->free_slots(cache.tenant, bytes) * bytes;
+  }
+  return room;
+}
+
+Block* Tier::NextToLower(const Cache& taker, bool of_others) const {
+  const auto of = [this](PayerId payer) -> Block* {
+    const auto ladder = bytes_.ladders.find(payer);
+    if (ladder == bytes_.ladders.end() || !LowersMore(ladder->second.lowerable, ladder->second.all)) return nullptr;
+    return static_cast<Block*>(eviction_->LowerableVictim(payer));
+  };
+  if (Block* const own = of(taker.payer)) return own;
+  if (!of_others) return nullptr;
+  // Of whoever has most beyond its guarantee first: who would give next.
+  const PoolShares::ByExcess& payers = pool_->shares().by_excess();
+  for (auto each = payers.rbegin(); each != payers.rend(); ++each) {
+    if (Block* const next = of(each->second->payer)) return next;
+  }
+  return nullptr;
+}
+
+void Tier::LowerAhead(const Cache& taker) {
+  if (bytes_.ladders.empty()) return;
+  const PoolShares::Account* const account = pool_->shares().Find(taker.payer);
+  const uint64_t capacity = pool_->capacity_bytes();
+  const uint64_t most = account == nullptr ? capacity : std::min(capacity, account->most_bytes);
+  const uint64_t least = std::max(most / kLowerAheadShare, 2 * pool_->slab_bytes());
+  int evictions = kLoweringEvictions;
+  while (bytes_.lowering <= capacity / kLoweringShare) {
+    // Some more once it has begun, so that whole slabs become free.
+    const uint64_t room = RoomFor(taker, most) + bytes_.lowering;
+    lowers_ahead_ = room < (lowers_ahead_ ? 2 * least : least);
+    const bool of_others = pool_->free_slabs() * pool_->slab_bytes() < least;
+    Block* const next = lowers_ahead_ ? NextToLower(taker, of_others) : nullptr;
+    if (next == nullptr) return;
+    const Lowering lowering = owner_->Lower(next);
+    if (lowering == Lowering::kBegun) continue;
+    if (lowering == Lowering::kNotNow || evictions-- == 0) return;
+    // What is colder was lowered before, and has the slots that it needs.
+    Block* const victim = static_cast<Block*>(eviction_->Victim(next->payer));
+    if (victim == nullptr || victim->can_lower) return;
+    owner_->Evict(victim, taker);
+  }
 }
 
 void Tier::DemoteAhead(bool is_late) {

@@ -7,7 +7,8 @@
 // Invariants (CheckInvariants of the store):
 //  1. bytes().evictable is the sum of the evictable blocks' slots; these and the unclaimed ones are the reclaimable
 //     slots of the pool.
-//  2. A slot that was freed is given out again once no plan of ReleaseEpochs may name it.
+//  2. bytes().ladders has the sums of evictable blocks that were lowered or can be.
+//  3. A slot that was freed is given out again once no plan of ReleaseEpochs may name it.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "kvmanager/eviction/retaining_eviction.h"
@@ -30,6 +32,8 @@ namespace kvmanager {
 
 class Tier;
 
+enum class Lowering : uint8_t { kBegun, kNoSlots, kNotNow };
+
 /// What a tier asks of the store that it belongs to.
 class TierOwner {
  public:
@@ -40,9 +44,11 @@ class TierOwner {
   virtual bool CanDemote(const Tier& tier) const = 0;
   /// Whether what a disk below `tier` has not taken yet will be there soon. False: there is none, or it failed lately.
   virtual bool WritesSoon(const Tier& tier) const = 0;
-  /// Starts to copy an evictable block there, and counts it (Tier::BeginDemotion). false: it is there (Block::kept), or
+  /// Starts to copy an evictable block there, and counts it (Bytes::demoting). false: it is there (Block::kept), or
   /// it cannot go there.
   virtual bool Demote(Block* block) = 0;
+  /// Starts to encode an evictable block of a ladder again, in fewer bytes.
+  virtual Lowering Lower(Block* block) = 0;
   /// Gives back more of what sequences and leases have left. False: that was all.
   virtual bool GiveBackSome() = 0;
   /// Blocks of an earlier process in `tier` whose cache is not open (Recovery): whether a payer has some, and gives
@@ -80,6 +86,8 @@ class Tier {
   /// if what was evicted or is being demoted has to be waited for. A request that is refused evicts nothing more than
   /// that.
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
+  /// The same if they are free: nothing is evicted. False: they are not, and none is taken.
+  bool ReserveFree(const Cache& cache, const SlotCounts& wanted, Reservation* out);
   /// Whether evicting what its payer may take would make room for all of `wanted`.
   bool CanReserve(const Cache& cache, const SlotCounts& wanted) const;
   void Free(PageId slot);
@@ -106,25 +114,38 @@ class Tier {
   /// Demotes what would go next, while little room can be had at once: a few blocks in each call. is_late: whatever
   /// room there is, since one was lost that the lower tier has not: slots of one size may be short alone.
   void DemoteAhead(bool is_late = false);
-  void BeginDemotion(uint64_t bytes) { bytes_.demoting += bytes; }
-  void EndDemotion(uint64_t bytes) { bytes_.demoting -= bytes; }
+  /// Lowers what would go next of ladders while `taker`, which has just taken slots, has little room for more: a few
+  /// blocks in each call. Evicts blocks that were lowered for the slots that this takes.
+  void LowerAhead(const Cache& taker);
 
+  /// Of a payer, evictable blocks that were lowered or can be.
+  struct LadderBytes {
+    uint64_t all = 0;
+    uint64_t lowerable = 0;
+    bool operator==(const LadderBytes&) const = default;
+  };
   struct Bytes {
     uint64_t evictable = 0;
-    uint64_t kept = 0;       // of those, of blocks that the lower tier has, too
-    uint64_t demoting = 0;   // on their way to the lower tier: evictable once they are there
-    uint64_t index = 0;      // of sequences' indexes
-    uint64_t unclaimed = 0;  // of blocks of an earlier process
+    uint64_t kept = 0;                                  // of those, of blocks that the lower tier has, too
+    uint64_t demoting = 0;                              // on their way to the lower tier: evictable once they are there
+    uint64_t index = 0;                                 // of sequences' indexes
+    uint64_t unclaimed = 0;                             // of blocks of an earlier process
+    uint64_t lowering = 0;                              // of slots that blocks will have which are being lowered
+    absl::flat_hash_map<PayerId, LadderBytes> ladders;  // of those who have some
   };
   const Bytes& bytes() const { return bytes_; }
-  /// Slots that no page names: bytes more, or less, of Bytes::index or Bytes::unclaimed.
+  /// Bytes more, or less, of Bytes::index, unclaimed, demoting or lowering, whose owners say so.
   void Count(uint64_t Bytes::*of, int64_t bytes) { bytes_.*of += static_cast<uint64_t>(bytes); }
 
  private:
   // What was evicted and has not all returned: it is room that only has to be waited for.
   uint64_t evicted_waiting_bytes() const { return retired_ - retired_slots() < evicted_until_ ? evicted_bytes_ : 0; }
-  Block* NextToEvict(PayerId payer) const;
+  Block* NextToEvict(PayerId payer, const Cache& taker, const SlotCounts& wanted) const;
   Block* NextToDemote() const;
+  Block* NextToLower(const Cache& taker, bool of_others) const;
+  uint64_t RoomFor(const Cache& cache, uint64_t most) const;
+  bool LacksEncoded(const Cache& cache, const SlotCounts& wanted) const;
+  absl::Status Take(const Cache& cache, const SlotCounts& counts, Reservation* out);
   void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
 
   const int device_;
@@ -137,6 +158,7 @@ class Tier {
   TierOwner* const owner_;
   const std::unique_ptr<RetainingEviction> eviction_;
   Bytes bytes_;
+  bool lowers_ahead_ = false;
   std::vector<PageId> reusable_;  // scratch of Collect
   uint64_t retired_ = 0;          // slots ever given to `epochs_`
   uint64_t evicted_until_ = 0;    // of them, up to the last one that was evicted
