@@ -6,6 +6,11 @@
 // may differ), and its length may be cut further; with several heads it visits a page's heads one after the other
 // before the next page, so that memory is read in long runs.
 //
+// Pages of one form follow each other in runs: raw, or encoded by one rung of the codec (a ladder has several). Where a
+// group reads several rungs, each part's pages are in order of their rung, raw ones last, so that runs are long however
+// rungs alternate. Each space that pages are kept in, which rungs may share, has queries and states of its own: queries
+// are mapped once, a part's states are joined at its end.
+//
 // Invariants:
 // 1. Where the length is cut depends on the query's own page and `threads` alone, not on the batch or on how query
 //    tokens were chunked; the parts are merged in order of position, whoever computed them. So a row's result is the
@@ -45,9 +50,21 @@ uint32_t VisitPages(const PageLayout& layout, size_t page_bytes) {
   return uint32_t(std::max<size_t>(kVisitBytes * layout.kv_heads / page_bytes, 1));
 }
 
+/// What is attended to of a codec's rung (Codec::rung).
+struct Rung {
+  const PageAttention* attention;  // nullptr: no codec
+  bool maps;                       // its pages have a space of their own
+  uint32_t space;                  // the first rung whose space it is
+  uint32_t visit_pages;
+  std::vector<uint64_t> head_bytes;      // [kv_heads + 1] of one page: what the heads before each take together
+  uint64_t pages;                        // of the batch
+  size_t mapped_q_at, mapped_states_at;  // where the space is its own
+};
+
 /// Consecutive pages that a group reads in the same form.
 struct PageRun {
   bool raw;
+  uint8_t rung;  // 0 where raw
   uint32_t begin;
   uint32_t end;
 };
@@ -70,6 +87,9 @@ struct Group {
   uint32_t run_end;
   uint32_t part_pages;
   uint32_t parts;
+  uint32_t spaces;      // a bit for each space that is needed: of its first rung
+  size_t sorted_pages;  // its first in sorted_pages_, whose order its runs then refer to; or kInOrder
+  static constexpr size_t kInOrder = SIZE_MAX;
 };
 
 struct Tile {
@@ -115,6 +135,8 @@ class Plan final : public AttentionPlan {
 
   void AddSequence(const AttentionBatch& batch, const AttentionSequence& sequence);
   void AddGroup(const AttentionBatch& batch, const AttentionSequence& sequence, uint32_t first_token, uint32_t tokens);
+  void AddRun(const Group& group, bool raw, uint8_t rung, uint32_t begin, uint32_t end);
+  void SortPages(Group* group);
   void AddItems();
   uint32_t LastHead(uint32_t head, uint32_t heads_wanted, uint32_t heads_max) const;
   uint64_t Cost(const Group& group, const Tile& tile, uint32_t begin, uint32_t end) const;
@@ -127,8 +149,8 @@ class Plan final : public AttentionPlan {
   bool RunItem(const Item& item, uint8_t* scratch, const Turn& turn, Progress& at);
   bool AttendPart(const Tile& tile, uint8_t* scratch, uint8_t* states, const Turn& turn, Progress& at);
   void MergeStates(const Tile& tile, uint8_t* from, uint8_t* into) const;
-  void MapQueries(const Tile& tile, const float* q, float* mapped) const;
-  void JoinSpaces(const Tile& tile, uint8_t* mapped_states, float* spare, uint8_t* states) const;
+  void MapQueries(const Tile& tile, uint8_t* scratch) const;
+  void JoinSpaces(const Tile& tile, uint8_t* scratch, uint8_t* states) const;
   void LoadQueries(const Tile& tile, float* q) const;
   void StoreOutput(const Tile& tile, uint8_t* states) const;
 
@@ -152,12 +174,20 @@ class Plan final : public AttentionPlan {
     std::fill_n(state.acc, rows * layout_.head_dim, 0.0f);
   }
 
+  /// Calls `visit` with the first rung of each space that the group needs.
+  template <typename Visit>
+  void ForEachSpace(const Group& group, Visit visit) const {
+    for (uint32_t rung = 0; group.spaces >> rung != 0; ++rung) {
+      if ((group.spaces >> rung & 1) != 0) visit(rungs_[rung]);
+    }
+  }
+
   const PageAttention* const raw_attention_;
-  const PageAttention* const encoded_attention_;  // nullptr: no codec
-  const bool identity_;
-  const bool maps_;   // encoded pages have a space of their own
-  const bool folds_;  // outputs stay in it
   const PageLayout layout_;
+  std::vector<Rung> rungs_;  // at least one; up to the highest of the batch
+  const Rung* usual_rung_;   // that most encoded pages are on
+  const bool identity_;
+  const bool folds_;  // outputs stay in the codec's space; it has one rung then
   const int layer_;
   const uint32_t query_heads_;
   const uint32_t group_heads_;  // G
@@ -166,21 +196,21 @@ class Plan final : public AttentionPlan {
   const int threads_;
   const Isa isa_;
   const uint32_t raw_visit_pages_;
-  const uint32_t encoded_visit_pages_;
-  std::vector<uint64_t> encoded_head_bytes_;  // [kv_heads + 1] of one page: what the heads before each take together
 
   AttentionCounts counts_;
   std::vector<Sequence> sequences_;
   std::vector<const uint8_t*> raw_pages_;
   std::vector<const uint8_t*> encoded_pages_;
+  std::vector<const uint8_t*> sorted_pages_;
   std::vector<PageRun> runs_;
   std::vector<Group> groups_;
   std::vector<Tile> tiles_;
   std::vector<Item> items_;
   std::vector<std::atomic<uint32_t>> remaining_;  // [tiles whose parts are items]: parts not yet done
 
-  //  Scratch of a worker: [q][states, one per head][states of the part being folded][visible][workspace], and where
-  //  encoded pages have a space of their own [mapped q][states in that space][rows on their way between the spaces].
+  //  Scratch of a worker: [q][states, one per head][states of the part being folded][visible][workspace], for each
+  //  space of encoded pages [mapped q][states in that space], and where there are any [rows on their way between the
+  //  spaces].
   uint32_t rows_max_ = 0;
   size_t q_bytes_ = 0;       // largest of any tile, all its heads
   size_t states_bytes_ = 0;  // likewise
@@ -189,8 +219,6 @@ class Plan final : public AttentionPlan {
   size_t visible_at_ = 0;
   size_t workspace_at_ = 0;
   size_t workspace_bytes_ = 0;
-  size_t mapped_q_at_ = 0;
-  size_t mapped_states_at_ = 0;
   size_t spare_at_ = 0;
   size_t worker_bytes_ = 0;
   size_t part_states_bytes_ = 0;
@@ -204,13 +232,59 @@ class Plan final : public AttentionPlan {
   absl::AnyInvocable<void()> done_;
 };
 
+/// Of one rung of the codec; nullptr: of raw pages alone.
+Rung MakeRung(const AttentionBatch& batch, const Codec* codec) {
+  const PageAttention* const attention = codec == nullptr ? nullptr : &codec->attention();
+  const size_t page_bytes = codec == nullptr ? batch.layout.raw_bytes() : codec->info().page_bytes(batch.layer);
+  Rung rung{attention, attention != nullptr && attention->maps(batch.layer), 0, 1, {0}, 0, 0, 0};
+  if (attention != nullptr) {
+    rung.visit_pages =
+        std::max(VisitPages(batch.layout, page_bytes), uint32_t(std::max(attention->visit_pages_min(batch.layer), 1)));
+  }
+  for (int head = 0; head < batch.layout.kv_heads; ++head) {
+    const size_t bytes = attention == nullptr ? 0 : attention->head_bytes(batch.layer, head);
+    rung.head_bytes.push_back(rung.head_bytes.back() + (bytes != 0 ? bytes : page_bytes / batch.layout.kv_heads));
+  }
+  return rung;
+}
+
+bool SharesSpace(const Rung& a, const Rung& b, int layer) {
+  return a.maps && b.maps && !a.attention->space(layer).empty() &&
+         a.attention->space(layer) == b.attention->space(layer);
+}
+
+/// With the pages of each.
+std::vector<Rung> RungsOf(const AttentionBatch& batch) {
+  uint64_t pages[Codec::kRungsMax] = {};
+  size_t count = 1;
+  for (const AttentionSequence& s : batch.sequences) {
+    for (const AttentionPage& page : s.pages) {
+      if (page.encoded == nullptr) continue;
+      KV_CHECK(batch.codec != nullptr && page.rung < batch.codec->rungs());
+      ++pages[page.rung];
+      count = std::max<size_t>(count, page.rung + 1);
+    }
+  }
+  std::vector<Rung> rungs;
+  for (size_t rung = 0; rung < count; ++rung) {
+    rungs.push_back(MakeRung(batch, rung == 0 ? batch.codec : &batch.codec->rung(int(rung))));
+    rungs.back().pages = pages[rung];
+    rungs.back().space =
+        uint32_t(std::find_if(rungs.begin(), rungs.end() - 1,
+                              [&](const Rung& other) { return SharesSpace(other, rungs.back(), batch.layer); }) -
+                 rungs.begin());
+  }
+  return rungs;
+}
+
 Plan::Plan(const AttentionBatch& batch, int threads)
     : raw_attention_(batch.raw_attention),
-      encoded_attention_(batch.codec == nullptr ? nullptr : &batch.codec->attention()),
-      identity_(batch.codec != nullptr && batch.codec->info().identity),
-      maps_(encoded_attention_ != nullptr && encoded_attention_->maps(batch.layer)),
-      folds_(maps_ && encoded_attention_->folds_output(batch.layer)),
       layout_(batch.layout),
+      rungs_(RungsOf(batch)),
+      usual_rung_(&*std::max_element(rungs_.begin(), rungs_.end(),
+                                     [](const Rung& a, const Rung& b) { return a.pages < b.pages; })),
+      identity_(batch.codec != nullptr && batch.codec->info().identity),
+      folds_(rungs_[0].maps && rungs_[0].attention->folds_output(batch.layer)),
       layer_(batch.layer),
       query_heads_(batch.query_heads),
       group_heads_(batch.query_heads / batch.layout.kv_heads),
@@ -219,23 +293,10 @@ Plan::Plan(const AttentionBatch& batch, int threads)
       threads_(std::max(threads, 1)),
       isa_(BestIsa()),
       raw_visit_pages_(VisitPages(layout_, layout_.raw_bytes())),
-      encoded_visit_pages_(
-          batch.codec == nullptr
-              ? 1
-              : std::max(VisitPages(layout_, batch.codec->info().page_bytes(batch.layer)),
-                         uint32_t(std::max(batch.codec->attention().visit_pages_min(batch.layer), 1)))),
       owner_(batch.owner) {
   KV_CHECK(batch.query_heads > 0 && batch.query_heads % layout_.kv_heads == 0);
   KV_CHECK(raw_attention_ != nullptr);
-  encoded_head_bytes_.assign(1, 0);
-  for (int head = 0; head < layout_.kv_heads; ++head) {
-    size_t bytes = encoded_attention_ == nullptr ? 0 : encoded_attention_->head_bytes(layer_, head);
-    if (bytes == 0) {
-      const size_t page = batch.codec == nullptr ? layout_.raw_bytes() : batch.codec->info().page_bytes(layer_);
-      bytes = page / layout_.kv_heads;
-    }
-    encoded_head_bytes_.push_back(encoded_head_bytes_.back() + bytes);
-  }
+  KV_CHECK(!folds_ || rungs_.size() == 1);
   size_t pages = 0, groups = 0;
   for (const AttentionSequence& s : batch.sequences) {
     pages += s.pages.size();
@@ -258,7 +319,6 @@ void Plan::AddSequence(const AttentionBatch& batch, const AttentionSequence& seq
   sequences_.push_back({sequence.q, sequence.out, sequence.lse, uint32_t(raw_pages_.size())});
   for (const AttentionPage& page : sequence.pages) {
     KV_CHECK(page.raw != nullptr || page.encoded != nullptr);
-    KV_CHECK(page.encoded == nullptr || encoded_attention_ != nullptr);
     raw_pages_.push_back(page.raw);
     encoded_pages_.push_back(page.encoded);
   }
@@ -282,19 +342,18 @@ void Plan::AddGroup(const AttentionBatch& batch, const AttentionSequence& sequen
   const uint32_t own = uint32_t(position / page_tokens);
   group.pages = own + 1;
   group.run_begin = uint32_t(runs_.size());
+  group.spaces = folds_ ? 1 : 0;
+  group.sorted_pages = Group::kInOrder;
   uint64_t encoded_pages = 0;
+  uint32_t rungs = 0;  // a bit for each
   for (uint32_t j = 0; j <= own; ++j) {
     const AttentionPage& page = sequence.pages[j];
     const bool raw = ReadingRule::ReadsRaw(page.raw != nullptr, page.encoded != nullptr, page.lag_applies, own - j,
                                            uint32_t(batch.lag_pages));
     encoded_pages += !raw && j != own;
-    if (runs_.size() > group.run_begin && runs_.back().raw == raw) {
-      runs_.back().end = j + 1;
-    } else {
-      runs_.push_back({raw, j, j + 1});
-    }
+    if (!raw) rungs |= 1u << page.rung;
+    AddRun(group, raw, raw ? 0 : page.rung, j, j + 1);
   }
-  group.run_end = uint32_t(runs_.size());
   // A codec's attention sees whole pages; a page that its reader sees in part is its own, and that one has a raw form.
   KV_CHECK(runs_.back().raw || identity_ || (tokens == 1 && group.offset + 1 == page_tokens));
 
@@ -308,7 +367,47 @@ void Plan::AddGroup(const AttentionBatch& batch, const AttentionSequence& sequen
   group.part_pages = std::max((group.pages + wanted - 1) / wanted, part_pages_min);
   group.parts = (group.pages + group.part_pages - 1) / group.part_pages;
   parts_max_ = std::max(parts_max_, group.parts);
+  for (size_t rung = 0; rung < rungs_.size(); ++rung) {
+    if ((rungs >> rung & 1) != 0 && rungs_[rung].maps) group.spaces |= 1u << rungs_[rung].space;
+  }
+  if ((rungs & (rungs - 1)) != 0) SortPages(&group);
+  group.run_end = uint32_t(runs_.size());
   groups_.push_back(group);
+}
+
+// Adds pages begin .. end - 1 behind the group's others.
+void Plan::AddRun(const Group& group, bool raw, uint8_t rung, uint32_t begin, uint32_t end) {
+  if (runs_.size() > group.run_begin && runs_.back().raw == raw && runs_.back().rung == rung) {
+    runs_.back().end = end;
+  } else {
+    runs_.push_back({raw, rung, begin, end});
+  }
+}
+
+// A page that is seen in part is the last still: it is raw.
+void Plan::SortPages(Group* group) {
+  const std::vector<PageRun> in_order(runs_.begin() + group->run_begin, runs_.end());
+  runs_.resize(group->run_begin);
+  group->sorted_pages = sorted_pages_.size();
+  const size_t first_page = sequences_[group->sequence].first_page;
+  const auto sort = [&](size_t first_run, bool raw, uint8_t rung, uint32_t begin, uint32_t end) {
+    const uint32_t before = uint32_t(sorted_pages_.size() - group->sorted_pages);
+    for (size_t i = first_run; i < in_order.size() && in_order[i].begin < end; ++i) {
+      const PageRun& run = in_order[i];
+      if (run.raw != raw || run.rung != rung) continue;
+      const auto pages = (raw ? raw_pages_ : encoded_pages_).begin() + first_page;
+      sorted_pages_.insert(sorted_pages_.end(), pages + std::max(run.begin, begin), pages + std::min(run.end, end));
+    }
+    const uint32_t past = uint32_t(sorted_pages_.size() - group->sorted_pages);
+    if (past > before) AddRun(*group, raw, rung, before, past);
+  };
+  size_t run = 0;
+  for (uint32_t begin = 0, end; begin < group->pages; begin = end) {
+    end = std::min(begin + group->part_pages, group->pages);
+    while (in_order[run].end <= begin) ++run;
+    for (size_t rung = 0; rung < rungs_.size(); ++rung) sort(run, false, uint8_t(rung), begin, end);
+    sort(run, true, 0, begin, end);
+  }
 }
 
 void Plan::AddItems() {
@@ -372,7 +471,7 @@ void Plan::AddItems() {
 uint32_t Plan::LastHead(uint32_t head, uint32_t heads_wanted, uint32_t heads_max) const {
   const uint32_t left = layout_.kv_heads - head;
   const uint64_t tiles = (left + heads_wanted - 1) / heads_wanted;
-  const uint64_t* bytes = encoded_head_bytes_.data() + head;
+  const uint64_t* bytes = usual_rung_->head_bytes.data() + head;
   const uint64_t wanted = (bytes[left] - bytes[0]) / tiles;
   uint32_t heads = 1;
   while (heads < std::min(heads_max, left) && (tiles == 1 || heads + tiles - 1 < left) &&
@@ -385,31 +484,37 @@ uint32_t Plan::LastHead(uint32_t head, uint32_t heads_wanted, uint32_t heads_max
 // Of pages begin .. end - 1 of the group: bytes read, once per row.
 uint64_t Plan::Cost(const Group& group, const Tile& tile, uint32_t begin, uint32_t end) const {
   const uint64_t raw_bytes = 2 * tile.heads * layout_.raw_head_bytes();
-  const uint64_t encoded_bytes =
-      encoded_head_bytes_[tile.first_head + tile.heads] - encoded_head_bytes_[tile.first_head];
   uint64_t bytes = 0;
   for (uint32_t i = group.run_begin; i < group.run_end; ++i) {
-    const uint32_t from = std::max(runs_[i].begin, begin), to = std::min(runs_[i].end, end);
-    if (from < to) bytes += (to - from) * (runs_[i].raw ? raw_bytes : encoded_bytes);
+    const PageRun& run = runs_[i];
+    const uint32_t from = std::max(run.begin, begin), to = std::min(run.end, end);
+    const std::vector<uint64_t>& heads = rungs_[run.rung].head_bytes;
+    const uint64_t page_bytes = run.raw ? raw_bytes : heads[tile.first_head + tile.heads] - heads[tile.first_head];
+    if (from < to) bytes += (to - from) * page_bytes;
   }
   return bytes * tile.rows;
 }
 
 void Plan::AllocateScratch() {
   workspace_bytes_ = raw_attention_->workspace_bytes(rows_max_);
-  if (encoded_attention_ != nullptr) {
-    workspace_bytes_ = std::max(workspace_bytes_, encoded_attention_->workspace_bytes(rows_max_));
+  for (const Rung& rung : rungs_) {
+    if (rung.attention == nullptr) continue;
+    workspace_bytes_ = std::max(workspace_bytes_, rung.attention->workspace_bytes(rows_max_));
   }
   part_state_at_ = q_bytes_ + states_bytes_;
   visible_at_ = part_state_at_ + (parts_max_ > 1 ? states_bytes_ : 0);
   workspace_at_ = visible_at_ + AlignUp(rows_max_ * sizeof(int));
   worker_bytes_ = workspace_at_ + AlignUp(workspace_bytes_);
-  if (maps_) {
-    mapped_q_at_ = worker_bytes_;
-    mapped_states_at_ = mapped_q_at_ + q_bytes_;
-    spare_at_ = mapped_states_at_ + states_bytes_;
-    worker_bytes_ = spare_at_ + size_t{rows_max_} * layout_.head_dim * sizeof(float);
+  uint32_t spaces = 0;
+  for (const Group& group : groups_) spaces |= group.spaces;
+  for (size_t rung = 0; rung < rungs_.size(); ++rung) {
+    if ((spaces >> rung & 1) == 0) continue;
+    rungs_[rung].mapped_q_at = worker_bytes_;
+    rungs_[rung].mapped_states_at = worker_bytes_ + q_bytes_;
+    worker_bytes_ += q_bytes_ + states_bytes_;
   }
+  spare_at_ = worker_bytes_;
+  if (spaces != 0) worker_bytes_ += size_t{rows_max_} * layout_.head_dim * sizeof(float);
   scratch_ = static_cast<uint8_t*>(
       std::aligned_alloc(64, std::max<size_t>(worker_bytes_ * threads_ + part_states_bytes_, 64)));
   KV_CHECK(scratch_ != nullptr);
@@ -471,7 +576,7 @@ bool Plan::RunItem(const Item& item, uint8_t* scratch, const Turn& turn, Progres
   const Group& group = groups_[tile.group];
   if (!at.has_queries) {
     LoadQueries(tile, reinterpret_cast<float*>(scratch));
-    if (maps_) MapQueries(tile, reinterpret_cast<float*>(scratch), reinterpret_cast<float*>(scratch + mapped_q_at_));
+    MapQueries(tile, scratch);
     at.has_queries = true;
     at.part = item.part < 0 ? 0 : uint32_t(item.part);
   }
@@ -498,14 +603,15 @@ bool Plan::AttendPart(const Tile& tile, uint8_t* scratch, uint8_t* states, const
   const Group& group = groups_[tile.group];
   int* visible = reinterpret_cast<int*>(scratch + visible_at_);
   const absl::Span<uint8_t> workspace(scratch + workspace_at_, workspace_bytes_);
-  uint8_t* mapped_states = scratch + mapped_states_at_;
   const size_t bytes = state_bytes(tile.rows);
   const uint32_t begin = at.part * group.part_pages;
   const uint32_t end = std::min(begin + group.part_pages, group.pages);
   if (!at.in_part) {
     for (uint32_t h = 0; h < tile.heads; ++h) {
       Clear(StateAt(states + h * bytes, tile.rows), tile.rows);
-      if (maps_) Clear(StateAt(mapped_states + h * bytes, tile.rows), tile.rows);
+      ForEachSpace(group, [&](const Rung& rung) {
+        Clear(StateAt(scratch + rung.mapped_states_at + h * bytes, tile.rows), tile.rows);
+      });
     }
     at.in_part = true, at.run = group.run_begin, at.page = begin;
   }
@@ -518,13 +624,17 @@ bool Plan::AttendPart(const Tile& tile, uint8_t* scratch, uint8_t* states, const
     const uint32_t from = std::max(run.begin, begin), to = std::min(run.end, end);
     if (from >= to) continue;
     at.page = std::max(at.page, from);
-    const uint8_t* const* pages =
-        (run.raw ? raw_pages_ : encoded_pages_).data() + sequences_[group.sequence].first_page;
-    const PageAttention& attention = run.raw ? *raw_attention_ : *encoded_attention_;
-    const bool mapped = maps_ && !run.raw;
-    const float* q = reinterpret_cast<const float*>(scratch + (mapped ? mapped_q_at_ : 0));
-    uint8_t* into = mapped ? mapped_states : states;
-    const uint32_t least = run.raw ? raw_visit_pages_ : encoded_visit_pages_;
+    const uint8_t* const* const pages =
+        group.sorted_pages != Group::kInOrder
+            ? sorted_pages_.data() + group.sorted_pages
+            : (run.raw ? raw_pages_ : encoded_pages_).data() + sequences_[group.sequence].first_page;
+    const Rung& rung = rungs_[run.rung];
+    const PageAttention& attention = run.raw ? *raw_attention_ : *rung.attention;
+    const Rung& space = rungs_[rung.space];
+    const bool mapped = rung.maps && !run.raw;
+    const float* q = reinterpret_cast<const float*>(scratch + (mapped ? space.mapped_q_at : 0));
+    uint8_t* into = mapped ? scratch + space.mapped_states_at : states;
+    const uint32_t least = run.raw ? raw_visit_pages_ : rung.visit_pages;
     const uint32_t visit_pages = tile.heads == 1 ? std::max(kVisitRowPagesMax / tile.rows, least) : least;
     bool announced = false;
     while (at.page < to) {
@@ -552,33 +662,42 @@ bool Plan::AttendPart(const Tile& tile, uint8_t* scratch, uint8_t* states, const
       if (turn.over() && at.page < to) return false;
     }
   }
-  if (maps_) JoinSpaces(tile, mapped_states, reinterpret_cast<float*>(scratch + spare_at_), states);
+  JoinSpaces(tile, scratch, states);
   at.in_part = false;
   return true;
 }
 
-void Plan::MapQueries(const Tile& tile, const float* q, float* mapped) const {
+void Plan::MapQueries(const Tile& tile, uint8_t* scratch) const {
   const size_t head = size_t{tile.rows} * layout_.head_dim;
-  for (uint32_t h = 0; h < tile.heads; ++h) {
-    encoded_attention_->MapQueries(layer_, int(tile.first_head + h), int(tile.rows), q + h * head, mapped + h * head);
-  }
+  const float* const q = reinterpret_cast<const float*>(scratch);
+  ForEachSpace(groups_[tile.group], [&](const Rung& rung) {
+    float* const mapped = reinterpret_cast<float*>(scratch + rung.mapped_q_at);
+    for (uint32_t h = 0; h < tile.heads; ++h) {
+      rung.attention->MapQueries(layer_, int(tile.first_head + h), int(tile.rows), q + h * head, mapped + h * head);
+    }
+  });
 }
 
-// Both states of each head, of raw pages and of encoded ones, into the one that the output is wanted in.
-void Plan::JoinSpaces(const Tile& tile, uint8_t* mapped_states, float* spare, uint8_t* states) const {
+// All states of each head, of raw pages and of each space, into the one that the output is wanted in.
+void Plan::JoinSpaces(const Tile& tile, uint8_t* scratch, uint8_t* states) const {
   const size_t elements = size_t{tile.rows} * layout_.head_dim;
+  float* const spare = reinterpret_cast<float*>(scratch + spare_at_);
+  const int rows = int(tile.rows);
   for (uint32_t h = 0; h < tile.heads; ++h) {
     const size_t at = h * state_bytes(tile.rows);
-    const SoftmaxRows mapped = StateAt(mapped_states + at, tile.rows), state = StateAt(states + at, tile.rows);
-    const int head = int(tile.first_head + h), rows = int(tile.rows);
-    if (folds_) {
-      encoded_attention_->ProjectOutput(layer_, head, rows, state.acc, spare);
-      std::copy_n(spare, elements, state.acc);
-    } else if (std::any_of(mapped.sum, mapped.sum + rows, [](float sum) { return sum > 0; })) {
-      encoded_attention_->ExpandOutput(layer_, head, rows, mapped.acc, spare);
-      std::copy_n(spare, elements, mapped.acc);
-    }
-    MergeSoftmax(rows, layout_.head_dim, mapped, state);
+    const SoftmaxRows state = StateAt(states + at, tile.rows);
+    const int head = int(tile.first_head + h);
+    ForEachSpace(groups_[tile.group], [&](const Rung& rung) {
+      const SoftmaxRows mapped = StateAt(scratch + rung.mapped_states_at + at, tile.rows);
+      if (folds_) {
+        rung.attention->ProjectOutput(layer_, head, rows, state.acc, spare);
+        std::copy_n(spare, elements, state.acc);
+      } else if (std::any_of(mapped.sum, mapped.sum + rows, [](float sum) { return sum > 0; })) {
+        rung.attention->ExpandOutput(layer_, head, rows, mapped.acc, spare);
+        std::copy_n(spare, elements, mapped.acc);
+      }
+      MergeSoftmax(rows, layout_.head_dim, mapped, state);
+    });
   }
 }
 

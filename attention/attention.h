@@ -34,7 +34,7 @@ struct AttentionSequence {
 };
 
 struct AttentionBatch {
-  const Codec* codec = nullptr;                  // of encoded pages
+  const Codec* codec = nullptr;                  // of encoded pages: by its rung that each page names
   const PageAttention* raw_attention = nullptr;  // of raw pages of the same layout
   PageLayout layout;
   int layer = 0;

@@ -1,7 +1,7 @@
 // Decode of one token: codec x context x heads x threads, with the machine's limits measured in the same run.
 //
 //   bazel run --config=opt //attention:attention_bench -- [--codec=SPEC ...] [--codec-plugin=FILE.so ...]
-//       [flags of Google Benchmark]
+//       [--ladder=SPEC>SPEC ...] [flags of Google Benchmark]
 //
 // A SPEC may name an artifact, calibration=FILE (the shape is then the artifact's), or calibration=synthetic: a random
 // one. The mapping of queries and outputs that some codecs need is part of what is timed.
@@ -12,9 +12,15 @@
 // read bandwidth, of raw and zack fma_fraction of the fp32 multiply-adds, of hack and zack+hack byte_fma_fraction of
 // the 8-bit ones, of million look_up_fraction of the table look-ups in registers (one per channel of K and of V). The
 // label names the largest, the limit that binds, or "instruction issue" where all are below 0.6.
+//
+// ladder/... measures steps over pages of two rungs beside steps over pages of one, in turns: the first half on the
+// lower rung ("halves"), runs of 16 pages ("runs"), every second page ("pages"). Counters: us of each (medians), and of
+// each mixture its time over the mean of the two rungs' alone in the same turn, the median, with the 95% interval of
+// the median (_low, _high).
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -36,6 +42,7 @@
 #include "codecs/bench_codecs.h"
 #include "codecs/cpu_isa.h"
 #include "codecs/raw/raw_attention.h"
+#include "codecs/registry.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
 
@@ -88,11 +95,50 @@ BenchCodecs& Codecs() {
   return codecs;
 }
 
+/// Pages of layer 0 that `codec` made of random values, enough for contexts of so many tokens.
+std::unique_ptr<Arena> MakePages(const Codec& codec, int context_tokens, std::vector<const uint8_t*>* pages) {
+  const size_t page_bytes = codec.info().page_bytes(0);
+  const size_t raw_bytes = codec.layout().raw_bytes();
+  const size_t count = std::max<size_t>(context_tokens / kPageTokens, kPoolBytesMin / page_bytes);
+  auto arena = std::make_unique<Arena>(count * page_bytes);
+
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal(0, 1);
+  Arena raw(kDistinctRawPages * raw_bytes), encoded(kDistinctRawPages * page_bytes);
+  Arena workspace(codec.encode_workspace_bytes() + 64);
+  std::vector<EncodeItem> items(kDistinctRawPages);
+  for (int i = 0; i < kDistinctRawPages; ++i) {
+    uint16_t* values = reinterpret_cast<uint16_t*>(raw.data() + i * raw_bytes);
+    for (size_t e = 0; e < raw_bytes / 2; ++e) values[e] = FloatToHalf(normal(random));
+    items[i].raw = raw.data() + i * raw_bytes;
+    items[i].encoded = encoded.data() + i * page_bytes;
+    items[i].first_token = i * kPageTokens;
+  }
+  if (codec.info().identity) {
+    std::copy_n(raw.data(), kDistinctRawPages * raw_bytes, encoded.data());
+  } else {
+    codec.Encode(absl::MakeSpan(items), absl::MakeSpan(workspace.data(), codec.encode_workspace_bytes()));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    uint8_t* page = arena->data() + i * page_bytes;
+    std::copy_n(encoded.data() + i % kDistinctRawPages * page_bytes, page_bytes, page);
+    pages->push_back(page);
+  }
+  std::shuffle(pages->begin(), pages->end(), random);
+  return arena;
+}
+
+PageLayout LayoutOf(const Shape& shape) {
+  PageLayout layout;
+  layout.kv_heads = shape.kv_heads;
+  layout.head_dim = shape.head_dim;
+  layout.page_tokens = kPageTokens;
+  return layout;
+}
+
 std::unique_ptr<Pool> MakePool(const Shape& shape) {
   auto pool = std::make_unique<Pool>();
-  pool->layout.kv_heads = shape.kv_heads;
-  pool->layout.head_dim = shape.head_dim;
-  pool->layout.page_tokens = kPageTokens;
+  pool->layout = LayoutOf(shape);
   auto codec = Codecs().Make(shape.codec, pool->layout, shape.query_heads, shape.layers);
   if (codec.ok() && (*codec)->NewIndex({}) != nullptr) {
     codec = Codecs().Make(shape.codec, pool->layout, shape.query_heads, kIndexLayers);
@@ -103,34 +149,7 @@ std::unique_ptr<Pool> MakePool(const Shape& shape) {
   }
   pool->codec = std::move(codec).value();
   pool->raw_attention = MakeRawAttention(pool->layout);
-  const size_t page_bytes = pool->codec->info().page_bytes(0);
-  const size_t raw_bytes = pool->layout.raw_bytes();
-  const size_t count = std::max<size_t>(shape.context_tokens / kPageTokens, kPoolBytesMin / page_bytes);
-  pool->arena = std::make_unique<Arena>(count * page_bytes);
-
-  std::mt19937 random(1);
-  std::normal_distribution<float> normal(0, 1);
-  Arena raw(kDistinctRawPages * raw_bytes), encoded(kDistinctRawPages * page_bytes);
-  Arena workspace(pool->codec->encode_workspace_bytes() + 64);
-  std::vector<EncodeItem> items(kDistinctRawPages);
-  for (int i = 0; i < kDistinctRawPages; ++i) {
-    uint16_t* values = reinterpret_cast<uint16_t*>(raw.data() + i * raw_bytes);
-    for (size_t e = 0; e < raw_bytes / 2; ++e) values[e] = FloatToHalf(normal(random));
-    items[i].raw = raw.data() + i * raw_bytes;
-    items[i].encoded = encoded.data() + i * page_bytes;
-    items[i].first_token = i * kPageTokens;
-  }
-  if (pool->codec->info().identity) {
-    std::copy_n(raw.data(), kDistinctRawPages * raw_bytes, encoded.data());
-  } else {
-    pool->codec->Encode(absl::MakeSpan(items), absl::MakeSpan(workspace.data(), pool->codec->encode_workspace_bytes()));
-  }
-  for (size_t i = 0; i < count; ++i) {
-    uint8_t* page = pool->arena->data() + i * page_bytes;
-    std::copy_n(encoded.data() + i % kDistinctRawPages * page_bytes, page_bytes, page);
-    pool->pages.push_back(page);
-  }
-  std::shuffle(pool->pages.begin(), pool->pages.end(), random);
+  pool->arena = MakePages(*pool->codec, shape.context_tokens, &pool->pages);
   pool->index = BenchIndex::Make(*pool->codec, kIndexLayers,
                                  absl::MakeConstSpan(pool->pages).first(shape.context_tokens / kPageTokens),
                                  shape.context_tokens);
@@ -257,6 +276,122 @@ void Decode(benchmark::State& state, const Shape& shape) {
   state.SetLabel(absl::StrCat(IsaName(BestIsa()), "; limit: ", ReportLimits(state, shape, pool, bytes, seconds)));
 }
 
+constexpr int kLadderRungs = 2;
+constexpr int kRunPages = 16;  // of "runs"
+/// What a step reads: rung 0 alone, rung 1 alone, and mixtures of half of each.
+struct LadderArm {
+  const char* name;
+  int (*rung)(int page, int pages);
+};
+constexpr LadderArm kLadderArms[] = {
+    {"upper", [](int, int) { return 0; }},
+    {"lower", [](int, int) { return 1; }},
+    {"halves", [](int page, int pages) { return page < pages / 2 ? 1 : 0; }},
+    {"runs", [](int page, int) { return page / kRunPages % 2; }},
+    {"pages", [](int page, int) { return page % 2; }},
+};
+constexpr size_t kArms = std::size(kLadderArms), kSingleArms = 2;
+
+/// [low, median, high] of a sample: the median and its 95% interval by order statistics.
+std::array<double, 3> MedianOf(std::vector<double> samples) {
+  std::sort(samples.begin(), samples.end());
+  const double n = double(samples.size()), half_width = 0.98 * std::sqrt(n);
+  const auto at = [&](double rank) { return samples[size_t(std::clamp(rank, 0.0, n - 1))]; };
+  return {at(n / 2 - half_width - 1), at(n / 2), at(n / 2 + half_width)};
+}
+
+void Ladder(benchmark::State& state, const Shape& shape) {
+  auto made = Codecs().Make(shape.codec, LayoutOf(shape), shape.query_heads, shape.layers);
+  if (!made.ok() || (*made)->rungs() < kLadderRungs) {
+    state.SkipWithError(made.ok() ? "not a ladder" : std::string(made.status().message()).c_str());
+    return;
+  }
+  const std::unique_ptr<Codec> codec = *std::move(made);
+  const std::unique_ptr<PageAttention> raw_attention = MakeRawAttention(codec->layout());
+  std::unique_ptr<Arena> arenas[kLadderRungs];
+  std::vector<const uint8_t*> pool[kLadderRungs];
+  size_t next[kLadderRungs] = {};
+  for (int rung = 0; rung < kLadderRungs; ++rung) {
+    arenas[rung] = MakePages(codec->rung(rung), shape.context_tokens, &pool[rung]);
+  }
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal(0, 1);
+  std::vector<float> q(size_t(shape.query_heads) * shape.head_dim), out(q.size());
+  for (float& x : q) x = normal(random);
+  std::vector<AttentionPage> table(shape.context_tokens / kPageTokens);
+  AttentionSequence sequence;
+  sequence.pages = table;
+  sequence.first_position = shape.context_tokens - 1;
+  sequence.tokens = 1;
+  sequence.q = q.data();
+  sequence.out = out.data();
+  AttentionBatch batch;
+  batch.codec = codec.get();
+  batch.raw_attention = raw_attention.get();
+  batch.layout = codec->layout();
+  batch.query_heads = shape.query_heads;
+  batch.sequences = absl::MakeConstSpan(&sequence, 1);
+  std::unique_ptr<WorkerPool> workers;
+  if (shape.threads > 1) workers = std::make_unique<WorkerPool>(shape.threads);
+
+  std::vector<double> ns[kArms], ratios[kArms];
+  size_t first_arm = 0;
+  for (auto _ : state) {
+    double turn_ns[kArms];
+    for (size_t i = 0; i < kArms; ++i) {
+      const size_t arm = (first_arm + i) % kArms;
+      for (size_t page = 0; page < table.size(); ++page) {
+        const int rung = kLadderArms[arm].rung(int(page), int(table.size()));
+        table[page].encoded = pool[rung][next[rung]];
+        table[page].rung = uint8_t(rung);
+        next[rung] = (next[rung] + 1) % pool[rung].size();
+      }
+      const auto begin = std::chrono::steady_clock::now();
+      const std::unique_ptr<AttentionPlan> plan = AttentionPlan::Make(batch, shape.threads);
+      if (workers == nullptr) {
+        plan->RunHere();
+      } else {
+        std::promise<void> finished;
+        plan->Run(*workers, [&] { finished.set_value(); });
+        finished.get_future().wait();
+      }
+      turn_ns[arm] = std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count();
+    }
+    ++first_arm;
+    for (size_t arm = 0; arm < kArms; ++arm) {
+      ns[arm].push_back(turn_ns[arm]);
+      ratios[arm].push_back(2 * turn_ns[arm] / (turn_ns[0] + turn_ns[1]));
+    }
+    state.SetIterationTime(turn_ns[kSingleArms] * 1e-9);
+  }
+  for (size_t arm = 0; arm < kArms; ++arm) {
+    const std::string name = kLadderArms[arm].name;
+    state.counters[name + "_us"] = MedianOf(ns[arm])[1] * 1e-3;
+    if (arm < kSingleArms) continue;
+    const auto [low, median, high] = MedianOf(ratios[arm]);
+    state.counters[name + "_ratio"] = median;
+    state.counters[name + "_ratio_low"] = low;
+    state.counters[name + "_ratio_high"] = high;
+  }
+  state.SetLabel(absl::StrCat(IsaName(BestIsa()), "; ", ns[0].size(), " turns"));
+}
+
+void RegisterLadders(const std::vector<std::string>& specs) {
+  for (const std::string& spec : specs) {
+    for (int context : {4096, 32768}) {
+      for (int threads : {1, 2}) {
+        const Shape shape{absl::StrCat(CodecRegistry::kLadderPrefix, spec), context, 32, 8, threads};
+        benchmark::RegisterBenchmark(
+            absl::StrCat("ladder/", spec, "/context:", context, "/heads:32x8/threads:", threads).c_str(),
+            [shape](benchmark::State& state) { Ladder(state, shape); })
+            ->UseManualTime()
+            ->Unit(benchmark::kMicrosecond)
+            ->MinTime(0.5);
+      }
+    }
+  }
+}
+
 void RegisterOne(const std::string& name, const Shape& shape) {
   benchmark::RegisterBenchmark(absl::StrCat("decode/", name, "/context:", shape.context_tokens, "/heads:",
                                             shape.query_heads, "x", shape.kv_heads, "/threads:", shape.threads)
@@ -307,7 +442,13 @@ int main(int argc, char** argv) {
     return 2;
   }
   const std::vector<std::string> specs = kvmanager::TakeFlags("codec", &argc, argv);
-  if (specs.empty()) kvmanager::RegisterDefaults();
+  std::vector<std::string> ladders = kvmanager::TakeFlags("ladder", &argc, argv);
+  if (specs.empty() && ladders.empty()) {
+    kvmanager::RegisterDefaults();
+    ladders = {"hack:k_bits=4,v_bits=3>hack:k_bits=2,v_bits=1",
+               "zack+hack:bytes=56,calibration=synthetic>zack+hack:bytes=32,calibration=synthetic"};
+  }
+  kvmanager::RegisterLadders(ladders);
   for (const std::string& spec : specs) {
     if (const absl::Status status = kvmanager::RegisterSpec(spec); !status.ok()) {
       std::fprintf(stderr, "attention_bench: %s\n", std::string(status.message()).c_str());

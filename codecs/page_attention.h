@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
 namespace kvmanager {
@@ -77,6 +78,9 @@ class PageAttention {
   virtual bool maps(int layer) const { return false; }
   /// mapped [rows][head_dim], as Attend reads them, from q [rows][head_dim]; both 64-byte aligned, and distinct.
   virtual void MapQueries(int layer, int kv_head, int rows, const float* q, float* mapped) const;
+  /// The space's name: attentions of one layout whose names are equal map queries and outputs by equal numbers, so that
+  /// pages of both may be attended to with the same mapped queries, into the same state. Empty: none is known to.
+  virtual absl::string_view space(int layer) const { return {}; }
   /// With maps() and not folds_output(): out = what acc, in the codec's space, stands for. [rows][head_dim], distinct.
   virtual void ExpandOutput(int layer, int kv_head, int rows, const float* acc, float* out) const;
   /// The layer's outputs stay in the codec's space, for a client that folded the way back into W_O

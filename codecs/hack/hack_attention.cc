@@ -118,6 +118,7 @@ class HackAttention final : public PageAttention {
   size_t head_bytes(int layer, int kv_head) const override { return heads_[kv_head].v.end; }
 
   bool maps(int layer) const override { return format_.parameters.rotation == Rotation::kHadamard; }
+  absl::string_view space(int layer) const override { return maps(layer) ? "hadamard" : ""; }
   void MapQueries(int layer, int kv_head, int rows, const float* q, float* mapped) const override {
     rotate_(q, rows, format_.layout.head_dim, mapped);
   }

@@ -57,6 +57,7 @@ class PolicyAttention final : public PageAttention {
   size_t head_bytes(int layer, int kv_head) const override { return of_layer_[layer]->head_bytes(layer, kv_head); }
   int visit_pages_min(int layer) const override { return of_layer_[layer]->visit_pages_min(layer); }
   bool maps(int layer) const override { return of_layer_[layer]->maps(layer); }
+  absl::string_view space(int layer) const override { return of_layer_[layer]->space(layer); }
   void MapQueries(int layer, int kv_head, int rows, const float* q, float* mapped) const override {
     of_layer_[layer]->MapQueries(layer, kv_head, rows, q, mapped);
   }

@@ -69,6 +69,7 @@ class RotatedCodec::Attention final : public PageAttention {
     return codec_.inner_[layer]->attention().head_bytes(layer, kv_head);
   }
   bool maps(int layer) const override { return true; }
+  absl::string_view space(int layer) const override { return codec_.options_.space; }
   bool folds_output(int layer) const override { return codec_.options_.fold; }
   void MapQueries(int layer, int kv_head, int rows, const float* q, float* mapped) const override {
     Product(rows, q, codec_.rotation(layer, kv_head).query, mapped);

@@ -35,6 +35,7 @@ struct RotatedCodecOptions {
   std::string spec;  // canonical, without the calibration
   uint32_t version = 0;
   PageLayout layout;  // of raw pages; inner codecs have the same with dtype float16
+  std::string space;  // equal texts: equal rotations (PageAttention::space). Empty: unknown
   bool fold = false;  // outputs stay in the space, for a client that folded decode[1] into W_O
   std::shared_ptr<const Calibration> calibration;
   Isa isa = BestIsa();  // of rotations: at most what the processor runs

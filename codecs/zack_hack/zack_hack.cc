@@ -262,6 +262,8 @@ absl::StatusOr<std::unique_ptr<Codec>> MakeCodec(const CodecContext& context, co
   options.spec = Spec(parameters);
   options.version = kFormatVersion;
   options.layout = context.layout;
+  // Factors and their order are the artifact's, whatever the budget is.
+  options.space = absl::StrCat("zack+hack ", parameters.mode, " ", context.calibration->digest());
   options.fold = parameters.fold;
   options.calibration = context.calibration;
   options.isa = isa;
