@@ -77,14 +77,16 @@ class Engine:
         if not self._metrics:
             await asyncio.sleep(_OTHERS_SETTLE_S if self._has_connector else 0)
             return
-        end, still, before = time.monotonic() + _SETTLE_S, time.monotonic(), self._published()
+        end, still, before = time.monotonic() + _SETTLE_S, time.monotonic(), None
         while time.monotonic() < min(end, still + _STILL_S):
             await asyncio.sleep(0.1)
-            if (now := self._published()) != before:
+            found = daemon_metrics(self._metrics)
+            now = found.get("kvmanager_published_blocks_total", 0)
+            if now != before or found.get("kvmanager_disk_unwritten_blocks", 0):
                 before, still = now, time.monotonic()
 
-    def _published(self) -> float:
-        return daemon_metrics(self._metrics).get("kvmanager_published_blocks_total", 0)
+    async def disk_blocks(self) -> float:
+        return daemon_metrics(self._metrics).get("kvmanager_disk_read_blocks_total", 0) if self._metrics else 0
 
     async def call(self, method: str, *arguments) -> object:
         (answer,) = await self._engine.collective_rpc(method, args=arguments)
@@ -120,9 +122,9 @@ async def run(plan: dict, result: dict, write: Callable[[], None]) -> None:
         record.say(f"started in {result['start_s']:.1f} s")
         if plan["kind"] == "latency":
             await workload.latency(engine, record, scale, config["vocab_size"])
-        elif plan["kind"] == "capacity":
-            raw_tokens = scale.capacity_pool_bytes // token_bytes(config)
-            await workload.capacity(engine, record, scale, config["vocab_size"], plan["compression_max"], raw_tokens)
+        elif plan["kind"] in ("capacity", "disk"):
+            raw_tokens, work = scale.capacity_pool_bytes // token_bytes(config), getattr(workload, plan["kind"])
+            await work(engine, record, scale, config["vocab_size"], plan["compression_max"], raw_tokens)
         else:
             result["compared"] = await workload.compare(engine, record, scale, config["vocab_size"])
         if plan["metrics"]:

@@ -10,7 +10,8 @@ Each engine is an AsyncLLM with an EngineCore of its own; one runs at a time, an
 changes on the machine meets all of them. Prompts are token ids: prefixes of two lengths that do not fit the engine's own cache
 of --engine-cache tokens together, cold, then warm one at a time and four at once; each warm request is followed by one of the
 same prefix, then resident in the engine's own cache; unique prompts at the end. A second engine of each configuration (--parts
-capacity) fills a small pool of host memory and counts the tokens that are found again.
+capacity) fills a small pool of host memory and counts the tokens that are found again. --parts disk takes the time of prompts
+that kvmanager's disk alone has, beside computing them and finding them in host memory.
 
 DIR gets results.json (every request, every counter), table.md and the engines' logs. --add takes in results of earlier runs on
 the same machine, and with --configs none the table is made of those alone. The engine's Python needs vllm and the kvmanager
@@ -33,12 +34,13 @@ from typing import Any
 import processes
 import scale as scales
 from configurations import ALONE, CODECS, OFFLOAD, Configuration, parse
-from summary import compared_faults, figures
+from summary import compared_faults, disk_faults, figures
 from table import NOTE, Table
 
 _FOLDER = pathlib.Path(__file__).resolve().parent
-_KINDS = ("latency", "capacity", "compare")
+_KINDS = ("latency", "capacity", "disk", "compare")
 _ENGINE_MIN_S = 60.0  # less time left than this starts no engine
+_DISK_POOLS = 32  # a disk has so many times the pool's bytes
 _NO_GPU = "vLLM's own offload needs a GPU"
 
 
@@ -50,7 +52,8 @@ def arguments() -> argparse.Namespace:
     add("--configs", nargs="+", default=default, metavar="NAME",
         help=f"of {', '.join(default)}, or NAME=CODEC for another codec of kvmanager; none: measure nothing; default: all five")
     add("--rounds", type=int, default=2, help="engines of each configuration whose times are taken (default 2)")
-    add("--parts", nargs="+", choices=_KINDS[:2], default=list(_KINDS[:2]), help="latency, capacity (default both)")
+    add("--parts", nargs="+", choices=_KINDS[:3], default=list(_KINDS[:2]),
+        help="latency, capacity (default both), disk: prompts that kvmanager's disk alone has")
     add("--compare", action="store_true",
         help="compare loaded K and V with those that were stored, bit for bit, instead of taking times")
     add("--quick", action="store_true", help="one round, one pass over fewer prefixes: says whether it works, not how fast")
@@ -68,6 +71,7 @@ def arguments() -> argparse.Namespace:
     add("--calibration-dir", help="artifacts that codecs name, for kvmanagerd")
     add("--daemon-flag", action="append", default=[], help="for kvmanagerd, for example --daemon-flag=--threads=8")
     add("--connector", default="{}", metavar="JSON", help="further kv_connector_extra_config of kvmanager's connector")
+    add("--disk-dir", type=pathlib.Path, metavar="DIR", help="--parts disk: the daemon's disk is a new folder there (default --out)")
     add("--gpu-memory", type=float, default=0.5, help="vLLM's gpu_memory_utilization (default 0.5)")
     add("--pool-gib", type=float, help="host memory of the timed engines' pools (default 40; on a CPU 1)")
     add("--capacity-pool-gib", type=float, help="of the pools that are filled (default 8; on a CPU 0.125)")
@@ -143,8 +147,9 @@ def plans(options: argparse.Namespace) -> list[tuple[str, int, Configuration]]:
         for number in range(rounds if kind == "latency" else 1):
             first = number % max(1, len(options.configs))
             turned = options.configs[first:] + options.configs[:first]
-            # Nothing is loaded without a connector: nothing fits, and there is nothing to compare.
-            found += [(kind, number + 1, each) for each in turned if kind == "latency" or each.name != ALONE]
+            # Nothing is loaded without a connector: nothing fits, and there is nothing to compare. kvmanager alone has a disk.
+            found += [(kind, number + 1, each) for each in turned
+                      if kind == "latency" or (each.codec if kind == "disk" else each.name != ALONE)]
     return found
 
 
@@ -208,8 +213,9 @@ class Bench:
 
     def _engine(self, kind: str, number: int, configuration: Configuration, limit_s: float) -> dict[str, Any]:
         options, name = self._options, f"{kind}-{number}-{configuration.name}"
-        pool_bytes = self._scale.capacity_pool_bytes if kind == "capacity" else self._scale.pool_bytes
-        with tempfile.TemporaryDirectory(prefix="kvserve") as text:
+        pool_bytes = self._scale.capacity_pool_bytes if kind in ("capacity", "disk") else self._scale.pool_bytes
+        with (tempfile.TemporaryDirectory(prefix="kvserve") as text,
+              tempfile.TemporaryDirectory(prefix="kvserve-disk", dir=options.disk_dir or options.out) as disk):
             folder = pathlib.Path(text)
             plan = {"kind": kind, "scale": dataclasses.asdict(self._scale), "model": str(self._model),
                     "dummy": options.model is None, "gpu": self._gpu, "gpu_memory": options.gpu_memory,
@@ -217,6 +223,8 @@ class Bench:
             if configuration.codec is None:
                 return self._measure(name, folder, {**plan, "transfer": configuration.transfer("", pool_bytes, {})}, limit_s)
             flags = options.daemon_flag + (["--calibration-dir", options.calibration_dir] if options.calibration_dir else [])
+            if kind == "disk":
+                flags = [f"--disk-path={disk}", f"--disk-bytes={_DISK_POOLS * pool_bytes}", *flags]
             try:
                 log = options.out / f"{name}-daemon.log"
                 with processes.Daemon(str(options.daemon), folder, pool_bytes, flags, log) as daemon:
@@ -243,7 +251,8 @@ class Bench:
         """What was compared and is not as it must be."""
         configured = [Configuration(**each) for each in self._results["configurations"].values()]
         return [fault for each in configured for run in self._results["runs"] if run["config"] == each.name
-                for fault in compared_faults(each.label, each.lossless, run.get("compared", []))]
+                for fault in (*compared_faults(each.label, each.lossless, run.get("compared", [])),
+                              *disk_faults(each.label, run.get("requests", [])))]
 
     def write(self) -> str:
         """results.json and table.md. Returns the table."""

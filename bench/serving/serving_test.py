@@ -22,7 +22,7 @@ import serving_bench
 import workload
 from intervals import Interval, quantile, ratio_of_medians
 from scale import BLOCK_TOKENS
-from summary import compared_faults, figures, hit_share
+from summary import compared_faults, disk_faults, figures, hit_share
 from table import Table
 
 TINY = scales.Scale(
@@ -35,15 +35,17 @@ VOCABULARY = 5000
 
 class Simulated:
     """An engine with a prefix cache as vLLM's (least recently used blocks go first, the end of a request before its beginning),
-    and perhaps a pool behind it. A token computed takes 1 ms, one loaded 0.1 ms; no time passes."""
+    and perhaps a pool behind it, and a disk that keeps everything. A token computed takes 1 ms, one loaded 0.1 ms, from the disk
+    0.3; no time passes."""
 
-    def __init__(self, own_tokens: int, pool_tokens: int = 0) -> None:
+    def __init__(self, own_tokens: int, pool_tokens: int = 0, has_disk: bool = False) -> None:
         self._own: OrderedDict[int, None] = OrderedDict()
         self._pool: OrderedDict[int, None] = OrderedDict()
         self._own_blocks, self._pool_blocks = own_tokens // BLOCK_TOKENS, pool_tokens // BLOCK_TOKENS
         self.own_hits: list[int] = []  # tokens, by request
         self.calls: list[tuple] = []
-        self._loaded = 0
+        self._loaded = self._from_disk = 0
+        self._disk = set() if has_disk else None
 
     async def ask(self, prompt: list[int], output: int) -> workload.Answer:
         await asyncio.sleep(0)
@@ -53,6 +55,11 @@ class Simulated:
         pool = own
         if self._pool_blocks:
             pool = next((i for i, name in enumerate(usable[own:], own) if name not in self._pool), len(usable))
+        disk = pool
+        if self._disk is not None:
+            disk = next((i for i, name in enumerate(usable[pool:], pool) if name not in self._disk), len(usable))
+            self._disk.update(names)
+        self._from_disk += disk - pool
         self.own_hits.append(own * BLOCK_TOKENS)
         self._loaded += (pool - own) * BLOCK_TOKENS
         for kept, most in ((self._own, self._own_blocks), (self._pool, self._pool_blocks)):
@@ -61,8 +68,9 @@ class Simulated:
                 kept.move_to_end(name)
             while len(kept) > most:
                 kept.popitem(last=False)
-        seconds = 1e-3 * (len(prompt) - pool * BLOCK_TOKENS) + 1e-4 * (pool - own) * BLOCK_TOKENS
-        return workload.Answer(seconds, seconds, pool * BLOCK_TOKENS, output)
+        seconds = (1e-3 * (len(prompt) - disk * BLOCK_TOKENS) + 1e-4 * (pool - own) * BLOCK_TOKENS
+                   + 3e-4 * (disk - pool) * BLOCK_TOKENS)
+        return workload.Answer(seconds, seconds, disk * BLOCK_TOKENS, output)
 
     async def forget(self) -> None:
         self._own.clear()
@@ -77,6 +85,9 @@ class Simulated:
         if method == "compare_blocks":
             return {"equal": arguments[1], "compared": arguments[1], "k_error": 0.0, "v_error": 0.0}
         return None
+
+    async def disk_blocks(self) -> float:
+        return self._from_disk
 
     def counted(self) -> dict[str, float]:
         return {"kvmanager_loaded_bytes": self._loaded * 100.0, "kvmanager_load_seconds": self._loaded * 1e-4}
@@ -184,6 +195,22 @@ class WorkloadTest(unittest.TestCase):
             prompt = TINY.short - BLOCK_TOKENS
             self.assertLessEqual(found, pool)
             self.assertGreaterEqual(found, pool // TINY.short * prompt)
+
+    def test_a_prefix_comes_from_the_disk_then_from_the_pool_then_from_the_engine(self) -> None:
+        engine, record = Simulated(TINY.engine_cache, 2048, has_disk=True), workload.Record()
+        asyncio.run(workload.disk(engine, record, TINY, VOCABULARY, 1.0, 2048))
+        run = {"kind": "disk", "round": 1, "config": "raw", "requests": record.requests}
+        found = figures([run])
+        self.assertEqual([], disk_faults("raw", record.requests))
+        self.assertEqual([0.32] * 6, found.first_s["short computed"])
+        for way, seconds in (("from disk", 0.064 + 0.0768), ("from pool", 0.064 + 0.0256), ("from own", 0.064)):
+            self.assertEqual([round(seconds, 6)] * 6, [round(each, 6) for each in found.first_s[f"short {way}"]], way)
+        self.assertEqual(0.8, found.hits["short from disk"])
+        text = Table({configurations.parse("raw"): found}, TINY, 100, {"load_gb_s": 1.0, "store_gb_s": 1.0}).markdown()
+        self.assertIn("| 256, the disk alone has it: TTFT, ms | 141, 141 (6) |\n| ... over computing it | 0.44 [0.44, 0.44] |", text)
+        record.requests[-1]["disk_blocks"] = 3
+        self.assertEqual(["raw, long prefix 3 from own: 512 tokens hit and 3 blocks were read from the disk, must be 0"],
+                         disk_faults("raw", record.requests))
 
     def test_compare_asks_between_forgetting_and_comparing(self) -> None:
         engine, record = Simulated(TINY.engine_cache, 1 << 14), workload.Record()

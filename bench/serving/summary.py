@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from counters import LOADS, STORES, rate, total
+from scale import BLOCK_TOKENS
 
 RATES = {"short at once": "prompt", "unique": "output"}  # tokens of a batch that count
 
@@ -47,12 +48,15 @@ def figures(runs: list[dict]) -> Figures:
         if run["kind"] == "latency" and run.get("requests"):
             found.rounds += 1
             _add_latency(found, run)
+        elif run["kind"] == "disk":
+            for each in run.get("requests", []):
+                found.first_s.setdefault(each["way"], []).append(each["first_s"])
         elif run["kind"] == "capacity" and not run.get("error"):
             found.fit_tokens = sum(each["cached"] for each in run["requests"] if each["way"] == "found")
         elif run["kind"] == "compare":
             found.compared += run.get("compared", [])
     latency = [run for run in runs if run["kind"] == "latency"]
-    requests = [each for run in latency for each in run.get("requests", [])]
+    requests = [each for run in runs if run["kind"] in ("latency", "disk") for each in run.get("requests", [])]
     for way in {each["way"] for each in requests}:
         of_way = [each for each in requests if each["way"] == way]
         found.hits[way] = hit_share(of_way)
@@ -96,4 +100,18 @@ def compared_faults(label: str, lossless: bool, compared: list[dict]) -> list[st
             faults.append(prompt + f"{each['loaded']} blocks were loaded, must be {each['blocks']}")
         if lossless and each["equal"] != each["loaded"]:
             faults.append(prompt + f"{each['equal']} blocks are equal bit for bit, must be {each['loaded']}")
+    return faults
+
+
+def disk_faults(label: str, requests: list[dict]) -> list[str]:
+    """What did not come from where it should, in requests of workload.disk."""
+    faults = []
+    for each in requests:
+        length, _, way = each["way"].partition(" ")
+        if not way.startswith("from "):
+            continue
+        wanted = each["cached"] // BLOCK_TOKENS if way == "from disk" else 0
+        if not each["cached"] or each["disk_blocks"] != wanted:
+            faults.append(f"{label}, {length} prefix {each['pair']} {way}: {each['cached']} tokens hit and "
+                          f"{each['disk_blocks']:.0f} blocks were read from the disk, must be {wanted}")
     return faults

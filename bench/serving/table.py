@@ -46,6 +46,8 @@ class Table:
         self._rows = [["", *(configuration.label for configuration in self._columns)]]
         for length in ("short", "long"):
             self._length(length, _k(getattr(self._scale, length)))
+        for length in ("short", "long"):
+            self._disk(length, _k(getattr(self._scale, length)))
         short, unique = _k(self._scale.short), _k(self._scale.unique)
         self._samples(f"{short}, four at once: prompt tokens/s", _per_second, lambda found: found.rates.get("short at once"))
         self._row(f"{short}, four at once: hits", lambda found: _number(found.hits.get("short at once"), ".1%"))
@@ -84,6 +86,19 @@ class Table:
         self._row(f"{size} warm: hits", lambda found: _number(found.hits.get(f"{length} warm"), ".1%"))
         self._row(f"{size} first warm pass: hits", lambda found: _number(found.first_hits.get(length), ".1%"))
         self._row(f"{size} warm: GB/s of raw K and V to the first token", lambda found: self._brought(found, length))
+
+    def _disk(self, length: str, size: str) -> None:
+        """Of --parts disk; ratios are to the same prompts computed."""
+        self._row(f"{size} computed: TTFT, ms", lambda found: _milliseconds(found.first_s.get(f"{length} computed")))
+        for way, name in (("from disk", "the disk alone has it"), ("from pool", "then in host memory"),
+                          ("from own", "then in the engine")):
+            def over(found: Figures, of: str = f"{length} {way}") -> str:
+                ratio = ratio_of_medians(found.first_s.get(of) or [], found.first_s.get(f"{length} computed") or [])
+                return NONE if ratio is None else str(ratio)
+
+            self._row(f"{size}, {name}: TTFT, ms", lambda found: _milliseconds(found.first_s.get(f"{length} {way}")))
+            self._row("... over computing it", over)
+        self._row(f"{size}, the disk alone has it: hits", lambda found: _number(found.hits.get(f"{length} from disk"), ".1%"))
 
     def _brought(self, found: Figures, length: str) -> str:
         """Raw bytes of what is found, over what a warm request takes longer than a resident one."""

@@ -40,6 +40,8 @@ class Asked(Protocol):
         """Waits until nothing is being stored."""
     async def call(self, method: str, *arguments) -> object:
         """Of its worker's extension (kept_blocks.py)."""
+    async def disk_blocks(self) -> float:
+        """That the daemon has read from its disk so far."""
     def counted(self) -> dict[str, float]: ...
 
 
@@ -52,9 +54,9 @@ class Record:
     batches: list[dict] = dataclasses.field(default_factory=list)
     counted: list[dict] = dataclasses.field(default_factory=list)
 
-    def add(self, way: str, cycle: int, pair: int, prompt: list[int], answer: Answer) -> None:
+    def add(self, way: str, cycle: int, pair: int, prompt: list[int], answer: Answer, **more: float) -> None:
         """pair: which prefix, so that requests of two ways can be told to belong together."""
-        self.requests.append({"way": way, "cycle": cycle, "pair": pair, "prompt": len(prompt), **dataclasses.asdict(answer)})
+        self.requests.append({"way": way, "cycle": cycle, "pair": pair, "prompt": len(prompt), **dataclasses.asdict(answer), **more})
 
 
 def prompts(seed: int, count: int, length: int, vocabulary: int) -> list[list[int]]:
@@ -131,10 +133,15 @@ async def latency(engine: Asked, record: Record, scale: Scale, vocabulary: int) 
         await _phase(engine, record, "unique", work)
 
 
+def filling(scale: Scale, compression_max: float, raw_tokens: int) -> int:
+    """Short prompts that a pool which would hold `raw_tokens` raw has no room for."""
+    return int(compression_max * raw_tokens * 1.25) // scale.short + 2
+
+
 async def capacity(engine: Asked, record: Record, scale: Scale, vocabulary: int, compression_max: float, raw_tokens: int) -> None:
     """Fills a pool that would hold `raw_tokens` raw with more than it can, and asks for all prompts again from the newest on:
     "found" has what is not computed again. The engine's own cache is emptied before, so none of it is found there."""
-    count = int(compression_max * raw_tokens * 1.25) // scale.short + 2
+    count = filling(scale, compression_max, raw_tokens)
     asked = prompts(5, count, scale.short, vocabulary)
     for pair, prompt in enumerate(asked):
         record.add("fill", 0, pair, prompt, await engine.ask(prompt, 1))
@@ -146,6 +153,31 @@ async def capacity(engine: Asked, record: Record, scale: Scale, vocabulary: int,
             break
         record.add("found", 0, pair, asked[pair], answer)
     record.say(f"of {count} prompts {sum(each['way'] == 'found' for each in record.requests)} are found")
+
+
+async def disk(engine: Asked, record: Record, scale: Scale, vocabulary: int, compression_max: float, raw_tokens: int) -> None:
+    """Known prefixes that the daemon's disk alone has, since as many other prompts as fill its pool came behind them. Each is
+    asked for from there, again from the pool, which has it then, and again from the engine's own cache."""
+    known = Prompts(scale, vocabulary)
+    for length in LENGTHS:  # kernels are compiled, and memory is touched, before anything counts
+        await engine.ask(prompts(4, 1, getattr(scale, length), vocabulary)[0], scale.output)
+    for length in LENGTHS:
+        for pair, prefix in enumerate(known.prefixes[length]):
+            prompt = known.suffixed(prefix)
+            record.add(f"{length} computed", 0, pair, prompt, await engine.ask(prompt, scale.output))
+    await engine.settle()
+    for prompt in prompts(6, filling(scale, compression_max, raw_tokens), scale.short, vocabulary):
+        await engine.ask(prompt, 1)
+    await engine.settle()
+    record.say("the pool is filled with others")
+    for length in LENGTHS:
+        for pair, prefix in enumerate(known.prefixes[length]):
+            for way in ("from disk", "from pool", "from own"):
+                if way != "from own":
+                    await engine.forget()
+                prompt, before = known.suffixed(prefix), await engine.disk_blocks()
+                answer = await engine.ask(prompt, scale.output)
+                record.add(f"{length} {way}", 0, pair, prompt, answer, disk_blocks=await engine.disk_blocks() - before)
 
 
 async def compare(engine: Asked, record: Record, scale: Scale, vocabulary: int) -> list[dict]:
