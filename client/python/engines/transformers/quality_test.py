@@ -18,6 +18,7 @@ sys.path.insert(0, data_path("bench/quality"))
 import page
 import paged_attention
 import quantisers
+import returning
 import texts
 from paged_attention import Decoded, Homomorphic, PagedAttention
 from quantisers import PAGE, Hack, Peer, half, pages_near, parse_hack, peer
@@ -38,6 +39,38 @@ def write_model(folder: pathlib.Path) -> None:
 
 def normal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class ReturningTest(unittest.TestCase):
+    def trace(self, **options) -> list[returning.Request]:
+        return returning.make_trace(**({"documents": 12, "tokens": 1088, "requests": 300, "answer": 64, "exponent": 0.8,
+                                        "seed": 3} | options))
+
+    def test_documents_return_with_longer_prompts_and_begin_anew(self):
+        trace = self.trace()
+        self.assertEqual(trace, self.trace())
+        first = [request.prompt for request in trace if request.document == 0]
+        self.assertEqual(first[:6], [528, 656, 784, 912, 528, 656])
+        self.assertEqual([request.blocks for request in trace if request.document == 0][:2], [8, 10])
+        asked = [sum(request.document == document for request in trace) for document in range(12)]
+        self.assertGreater(asked[0], 2 * asked[-1])
+        self.assertLessEqual(max(request.prompt + request.answer for request in trace), 1088)
+
+    def test_points_line_and_errors(self):
+        trace = self.trace()
+        base = [2.0 + 0.1 * request.document for request in trace]
+        ways = {"high": (2, 0.0), "ladder": (4, math.log(1.01)), "low": (5, math.log(1.02))}
+        outcomes = {way: [returning.Outcome(hits, loss + more) for loss in base] for way, (hits, more) in ways.items()}
+        found = returning.compare(trace, base, outcomes, resamples=50)
+        asked = sum(request.blocks for request in trace)
+        self.assertAlmostEqual(found.hits["high"].value, 2 * len(trace) / asked)
+        self.assertAlmostEqual(found.change["low"].value, 0.02)
+        self.assertAlmostEqual(found.above.value, (4 - 3.5) * len(trace) / asked)
+        self.assertEqual(found.above_share, 1)
+        self.assertLess(found.change["low"].error, 1e-9)  # the same of each document
+        self.assertGreater(found.hits["low"].error, 0)
+        self.assertIsNone(returning.compare(trace, base, {"high": outcomes["high"]}, resamples=10).above)
+        self.assertAlmostEqual(returning.above_line((0.2, 0.01), (0.3, 0.0), (0.4, 0.02)), 0.1)
 
 
 class TasksTest(unittest.TestCase):
