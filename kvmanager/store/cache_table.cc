@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/tenant_label.h"
 #include "kvmanager/memory/page_pool.h"
@@ -87,6 +88,10 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   if (rungs > 1 && config.device != CacheConfig::kHost) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
                       absl::StrCat(CacheConfig::kHost, ", host memory: pages of ladders are read there alone"));
+  }
+  if (rungs > 1 && WaitingWorkers(*cache->codec) != nullptr) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "codec", info.spec,
+                      "a ladder without plug-ins that have processes of their own");
   }
   std::vector<uint64_t> encoded_bytes;  // [rungs][layers]
   for (int rung = 0; rung < rungs; ++rung) {

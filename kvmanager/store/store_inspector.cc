@@ -230,6 +230,7 @@ void StoreInspector::CheckInvariants() const {
     std::array<double, kPageStates> pages{}, raw_bytes{}, encoded_bytes{};
   };
   absl::flat_hash_map<const PageGauges*, Sums> sums;
+  std::array<std::pair<double, double>, Codec::kRungsMax> rungs{};  // encoded pages of ladders, and their bytes
   struct CacheBytes {
     uint64_t raw = 0, encoded = 0, activations = 0;
   };
@@ -269,6 +270,10 @@ void StoreInspector::CheckInvariants() const {
       sum.pages[state] += 1;
       if (page.raw.valid()) sum.raw_bytes[state] += static_cast<double>(slot_bytes.raw);
       if (page.encoded.valid()) sum.encoded_bytes[state] += static_cast<double>(slot_bytes.encoded);
+      if (cache.rungs() > 1 && !activations && page.encoded.valid()) {
+        ++rungs[page.rung].first;
+        rungs[page.rung].second += static_cast<double>(slot_bytes.encoded);
+      }
       CacheBytes& of = cache_bytes[&cache];
       (activations ? of.activations : of.raw) += page.raw.valid() ? slot_bytes.raw : 0;
       (activations ? of.activations : of.encoded) += page.encoded.valid() ? slot_bytes.encoded : 0;
@@ -335,6 +340,11 @@ void StoreInspector::CheckInvariants() const {
       KV_CHECK(gauges->raw_bytes[state]->Value() == sum.raw_bytes[state]);
       KV_CHECK(gauges->encoded_bytes[state]->Value() == sum.encoded_bytes[state]);
     }
+  }
+  for (int rung = 0; rung < Codec::kRungsMax; ++rung) {
+    if (rungs[rung].first == 0) continue;
+    KV_CHECK(parts_.metrics->Rung(rung).pages->Value() == rungs[rung].first);
+    KV_CHECK(parts_.metrics->Rung(rung).bytes->Value() == rungs[rung].second);
   }
   parts_.lowering->CheckInvariants();
   parts_.caches->CheckInvariants();

@@ -1,7 +1,9 @@
 #include "kvmanager/store/tier.h"
 
 #include <algorithm>
+#include <array>
 #include <optional>
+#include <utility>
 
 #include "absl/container/inlined_vector.h"
 #include "kvmanager/base/status.h"
@@ -232,12 +234,11 @@ uint64_t Tier::RoomFor(const Cache& cache, uint64_t most) const {
   const PoolShares::Account* const account = pool_->shares().Find(cache.payer);
   const uint64_t charge = account == nullptr ? 0 : account->charge;
   uint64_t room = std::min(pool_->free_slabs() * pool_->slab_bytes(), most - std::min(most, charge));
-  const size_t classes = *std::max_element(cache.encoded_slots.of_layer.begin(), cache.encoded_slots.of_layer.end());
-  for (size_t of = cache.slot_class(0); of <= classes; ++of) {
-    const auto begin = cache.encoded_slots.of_layer.begin();
-    if (std::find(begin, begin + cache.layers(), of) == begin + cache.layers()) continue;
-    const uint64_t bytes = cache.encoded_slots.bytes[of];
-    room += pool_->free_slots(cache.tenant, bytes) * bytes;
+  std::array<bool, kSlotClassesMax> counted{};
+  for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
+    const size_t of = cache.slot_class(layer);
+    if (std::exchange(counted[of], true)) continue;
+    room += pool_->free_slots(cache.tenant, cache.encoded_slots.bytes[of]) * cache.encoded_slots.bytes[of];
   }
   return room;
 }
