@@ -113,22 +113,26 @@ uint64_t KeptManifest::EntryBytes(uint64_t at) const {
 }
 
 KeptBlock KeptManifest::Read(uint64_t at) const {
+  KeptBlock block;
+  ReadInto(at, &block);
+  return block;
+}
+
+void KeptManifest::ReadInto(uint64_t at, KeptBlock* block) const {
   const uint8_t* from = region_->data() + at;
   const Head head = Load<Head>(from);
-  KeptBlock block;
-  block.cache = head.cache;
-  block.name = head.name;
-  block.index = head.index;
-  block.tokens = head.tokens;
+  block->cache = head.cache;
+  block->name = head.name;
+  block->index = head.index;
+  block->tokens = head.tokens;
   from += sizeof head;
-  block.pages.resize(head.pages);
-  for (KeptPage& page : block.pages) {
+  block->pages.resize(head.pages);
+  for (KeptPage& page : block->pages) {
     const auto entry = Load<PageEntry>(from);
     page = {{entry.slot, entry.size, entry.slot_bytes}, entry.raw != 0, entry.checksum, entry.rung};
     from += sizeof entry;
   }
-  block.tenant.assign(reinterpret_cast<const char*>(from), head.tenant_bytes);
-  return block;
+  block->tenant.assign(reinterpret_cast<const char*>(from), head.tenant_bytes);
 }
 
 void KeptManifest::Recover(absl::FunctionRef<void(uint64_t entry, const KeptBlock& block)> fn) {
@@ -138,6 +142,7 @@ void KeptManifest::Recover(absl::FunctionRef<void(uint64_t entry, const KeptBloc
   const auto give_back = [&](uint64_t to) {
     if (to > free_from) room_.GiveBack(free_from - kAlign, to - free_from);
   };
+  KeptBlock block;
   for (uint64_t at = kAlign; at < end;) {
     const uint64_t bytes = EntryBytes(at);
     if (bytes == 0) {
@@ -145,7 +150,8 @@ void KeptManifest::Recover(absl::FunctionRef<void(uint64_t entry, const KeptBloc
       continue;
     }
     give_back(at);
-    fn(at, Read(at));
+    ReadInto(at, &block);
+    fn(at, block);
     at += (bytes + kAlign - 1) / kAlign * kAlign;
     free_from = at;
   }

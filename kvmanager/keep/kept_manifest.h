@@ -87,6 +87,7 @@ class KeptManifest {
 
   KeptManifest(std::unique_ptr<Region> region, uint64_t seed, bool all_free);
   static RegionHead HeadOf(const Pool& pool, uint64_t seed);
+  void ReadInto(uint64_t at, KeptBlock* block) const;
   uint64_t CheckOf(const uint8_t* entry, uint64_t bytes) const;
   /// Bytes of the entry that is at `at`; 0: there is none that is whole.
   uint64_t EntryBytes(uint64_t at) const;

@@ -27,7 +27,7 @@ void Recovery::Recover() {
   if (parts_.manifest == nullptr) return;
   struct Found {
     uint64_t entry = 0;
-    CacheDigest cache;
+    std::pair<const CacheDigest, OfCache>* cache = nullptr;
     uint64_t first_bytes = 0;  // of its key
     uint32_t index = 0, place = 0;
     size_t first_slot = 0, slots = 0;
@@ -45,24 +45,26 @@ void Recovery::Recover() {
       of.payer = tenant.payer;
     }
     if (of.tenant != block.tenant || block.index >= kSequenceBlocksMax) return refused.push_back(entry);
-    found.push_back({entry, block.cache, FirstBytes(block.name.key), block.index, block.pages[0].place.number,
-                     slots.size(), block.pages.size()});
+    ++of.recorded;
+    found.push_back({entry, &*at, FirstBytes(block.name.key), block.index, block.pages[0].place.number, slots.size(),
+                     block.pages.size()});
     for (const KeptPage& page : block.pages) slots.push_back({of.tenant_id, page.place});
   });
-  // Slots are restored in the order of their numbers.
-  std::vector<uint32_t> order(slots.size());
-  for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
-  std::sort(order.begin(), order.end(),
-            [&](uint32_t a, uint32_t b) { return slots[a].place.number < slots[b].place.number; });
+  for (auto& [digest, of] : caches_) of.by_key.reserve(of.recorded);
+  // Slots are restored in the order of their numbers, and blocks listed in that of their first slots.
+  std::vector<std::pair<uint32_t, uint32_t>> order(slots.size());
+  for (uint32_t i = 0; i < order.size(); ++i) order[i] = {slots[i].place.number, i};
+  std::sort(order.begin(), order.end());
   std::vector<SlabRestore::Slot> sorted;
   sorted.reserve(slots.size());
-  for (const uint32_t at : order) sorted.push_back(slots[at]);
+  for (const auto& [number, at] : order) sorted.push_back(slots[at]);
   const std::vector<PageId> restored = parts_.pool->Restore(sorted);
   std::vector<PageId> ids(slots.size());
-  for (size_t i = 0; i < order.size(); ++i) ids[order[i]] = restored[i];
+  for (size_t i = 0; i < order.size(); ++i) ids[order[i].second] = restored[i];
+  std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.place < b.place; });
   for (const Found& each : found) {
     const auto of_block = absl::MakeSpan(ids).subspan(each.first_slot, each.slots);
-    OfCache& of = caches_.at(each.cache);
+    OfCache& of = each.cache->second;
     const bool whole = std::all_of(of_block.begin(), of_block.end(), [](const PageId& id) { return id.valid(); });
     if (whole) {
       for (const PageId& id : of_block) {
@@ -70,7 +72,8 @@ void Recovery::Recover() {
         parts_.pool->SetReclaimable(id, true);
         parts_.host->Count(&Tier::Bytes::unclaimed, static_cast<int64_t>(parts_.pool->SlotBytes(id)));
       }
-      unclaimed_[of.payer].emplace(each.place, Unclaimed{each.entry, each.cache});
+      ByPlace& of_payer = unclaimed_[of.payer];
+      of_payer.emplace_hint(of_payer.end(), each.place, Unclaimed{each.entry, each.cache->first});
       of.by_index[each.index].push_back(each.place);
       of.by_key.try_emplace(each.first_bytes, each.place);
       ++of.blocks;

@@ -81,6 +81,7 @@ class Recovery {
     TenantId tenant_id = 0;
     PayerId payer = 0;
     uint64_t blocks = 0;
+    uint64_t recorded = 0;  // that the manifest had
     // Places, also of blocks that are unclaimed no more: by the index in a sequence, the last first, and by the first
     // bytes of the key.
     std::map<uint32_t, std::vector<uint32_t>, std::greater<>> by_index;
