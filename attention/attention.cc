@@ -7,14 +7,14 @@
 // before the next page, so that memory is read in long runs.
 //
 // Pages of one form follow each other in runs: raw, or encoded by one rung of the codec (a ladder has several). Where a
-// group reads several rungs, each part's pages are in order of their rung, raw ones last, so that runs are long however
-// rungs alternate. Each space that pages are kept in, which rungs may share, has queries and states of its own: queries
-// are mapped once, a part's states are joined at its end.
+// group reads several rungs, its pages are attended to in order of their rung, raw ones last, so that runs are long
+// however rungs alternate. Each space that pages are kept in, which rungs may share, has queries and states of its own:
+// queries are mapped once, a part's states are joined at its end.
 //
 // Invariants:
-// 1. Where the length is cut depends on the query's own page and `threads` alone, not on the batch or on how query
-//    tokens were chunked; the parts are merged in order of position, whoever computed them. So a row's result is the
-//    same bits in every batch and chunking that is planned for as many threads.
+// 1. Where the length is cut depends on the query's own page and `threads` alone, and what is in each part on the forms
+//    of the pages besides, not on the batch or on how query tokens were chunked; the parts are merged in order, whoever
+//    computed them. So a row's result is the same bits in every batch and chunking that is planned for as many threads.
 // 2. Running allocates nothing but what the pool's queue needs: states and workspaces are made with the plan.
 // 3. A part is written by one worker; the worker that finishes a tile's last part merges the others.
 #include "attention/attention.h"
@@ -384,30 +384,23 @@ void Plan::AddRun(const Group& group, bool raw, uint8_t rung, uint32_t begin, ui
   }
 }
 
-// A page that is seen in part is the last still: it is raw.
+// In order of rung, then of position. A page that is seen in part is still the last: it is raw.
 void Plan::SortPages(Group* group) {
   const std::vector<PageRun> in_order(runs_.begin() + group->run_begin, runs_.end());
   runs_.resize(group->run_begin);
   group->sorted_pages = sorted_pages_.size();
   const size_t first_page = sequences_[group->sequence].first_page;
-  const auto sort = [&](size_t first_run, bool raw, uint8_t rung, uint32_t begin, uint32_t end) {
-    const uint32_t before = uint32_t(sorted_pages_.size() - group->sorted_pages);
-    for (size_t i = first_run; i < in_order.size() && in_order[i].begin < end; ++i) {
-      const PageRun& run = in_order[i];
+  const auto add = [&](bool raw, uint8_t rung) {
+    const auto pages = (raw ? raw_pages_ : encoded_pages_).begin() + first_page;
+    for (const PageRun& run : in_order) {
       if (run.raw != raw || run.rung != rung) continue;
-      const auto pages = (raw ? raw_pages_ : encoded_pages_).begin() + first_page;
-      sorted_pages_.insert(sorted_pages_.end(), pages + std::max(run.begin, begin), pages + std::min(run.end, end));
+      const uint32_t begin = uint32_t(sorted_pages_.size() - group->sorted_pages);
+      sorted_pages_.insert(sorted_pages_.end(), pages + run.begin, pages + run.end);
+      AddRun(*group, raw, rung, begin, begin + run.end - run.begin);
     }
-    const uint32_t past = uint32_t(sorted_pages_.size() - group->sorted_pages);
-    if (past > before) AddRun(*group, raw, rung, before, past);
   };
-  size_t run = 0;
-  for (uint32_t begin = 0, end; begin < group->pages; begin = end) {
-    end = std::min(begin + group->part_pages, group->pages);
-    while (in_order[run].end <= begin) ++run;
-    for (size_t rung = 0; rung < rungs_.size(); ++rung) sort(run, false, uint8_t(rung), begin, end);
-    sort(run, true, 0, begin, end);
-  }
+  for (size_t rung = 0; rung < rungs_.size(); ++rung) add(false, uint8_t(rung));
+  add(true, 0);
 }
 
 void Plan::AddItems() {

@@ -15,8 +15,7 @@
 //
 // ladder/... measures steps over pages of two rungs beside steps over pages of one, in turns: the first half on the
 // lower rung ("halves"), runs of 16 pages ("runs"), every second page ("pages"). Counters: us of each (medians), and of
-// each mixture its time over the mean of the two rungs' alone in the same turn, the median, with the 95% interval of
-// the median (_low, _high).
+// each mixture its median over the mean of those of the two rungs alone, with a 95% interval (_low, _high).
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -292,12 +291,30 @@ constexpr LadderArm kLadderArms[] = {
 };
 constexpr size_t kArms = std::size(kLadderArms), kSingleArms = 2;
 
-/// [low, median, high] of a sample: the median and its 95% interval by order statistics.
-std::array<double, 3> MedianOf(std::vector<double> samples) {
-  std::sort(samples.begin(), samples.end());
-  const double n = double(samples.size()), half_width = 0.98 * std::sqrt(n);
-  const auto at = [&](double rank) { return samples[size_t(std::clamp(rank, 0.0, n - 1))]; };
-  return {at(n / 2 - half_width - 1), at(n / 2), at(n / 2 + half_width)};
+double MedianOf(std::vector<double> samples) {
+  std::nth_element(samples.begin(), samples.begin() + samples.size() / 2, samples.end());
+  return samples[samples.size() / 2];
+}
+
+/// The median of `mixed` over the mean of the medians of `upper` and `lower`, and its 95% interval, by drawing turns
+/// again: [low, ratio, high]. Medians come first, so that a step that another process delayed spoils no other.
+std::array<double, 3> MixedRatio(const std::vector<double>& upper, const std::vector<double>& lower,
+                                 const std::vector<double>& mixed) {
+  constexpr int kDraws = 400;
+  const auto ratio = [](const std::vector<double>& a, const std::vector<double>& b, const std::vector<double>& c) {
+    return 2 * MedianOf(c) / (MedianOf(a) + MedianOf(b));
+  };
+  std::mt19937 random(3);
+  std::vector<double> drawn, a(mixed.size()), b(mixed.size()), c(mixed.size());
+  for (int draw = 0; draw < kDraws; ++draw) {
+    for (size_t i = 0; i < mixed.size(); ++i) {
+      const size_t turn = random() % mixed.size();
+      a[i] = upper[turn], b[i] = lower[turn], c[i] = mixed[turn];
+    }
+    drawn.push_back(ratio(a, b, c));
+  }
+  std::sort(drawn.begin(), drawn.end());
+  return {drawn[kDraws / 40], ratio(upper, lower, mixed), drawn[kDraws - 1 - kDraws / 40]};
 }
 
 void Ladder(benchmark::State& state, const Shape& shape) {
@@ -334,7 +351,7 @@ void Ladder(benchmark::State& state, const Shape& shape) {
   std::unique_ptr<WorkerPool> workers;
   if (shape.threads > 1) workers = std::make_unique<WorkerPool>(shape.threads);
 
-  std::vector<double> ns[kArms], ratios[kArms];
+  std::vector<double> ns[kArms];
   size_t first_arm = 0;
   for (auto _ : state) {
     double turn_ns[kArms];
@@ -358,17 +375,14 @@ void Ladder(benchmark::State& state, const Shape& shape) {
       turn_ns[arm] = std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count();
     }
     ++first_arm;
-    for (size_t arm = 0; arm < kArms; ++arm) {
-      ns[arm].push_back(turn_ns[arm]);
-      ratios[arm].push_back(2 * turn_ns[arm] / (turn_ns[0] + turn_ns[1]));
-    }
+    for (size_t arm = 0; arm < kArms; ++arm) ns[arm].push_back(turn_ns[arm]);
     state.SetIterationTime(turn_ns[kSingleArms] * 1e-9);
   }
   for (size_t arm = 0; arm < kArms; ++arm) {
     const std::string name = kLadderArms[arm].name;
-    state.counters[name + "_us"] = MedianOf(ns[arm])[1] * 1e-3;
+    state.counters[name + "_us"] = MedianOf(ns[arm]) * 1e-3;
     if (arm < kSingleArms) continue;
-    const auto [low, median, high] = MedianOf(ratios[arm]);
+    const auto [low, median, high] = MixedRatio(ns[0], ns[1], ns[arm]);
     state.counters[name + "_ratio"] = median;
     state.counters[name + "_ratio_low"] = low;
     state.counters[name + "_ratio_high"] = high;
