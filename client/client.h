@@ -50,8 +50,9 @@ struct CacheOptions {
   int page_tokens = 64;
   DType dtype = DType::kFloat16;  // kFloat16 or kBFloat16
   int tensor_parallel_rank = 0, tensor_parallel_size = 1;
-  std::string codec = "raw";  // "NAME[:key=value,...]", or a policy: "SPEC[;FIRST..LAST=SPEC...][;sinks=N]"; without
-                              // sinks, a lossy codec keeps the first page of every context raw
+  std::string codec = "raw";  // "NAME[:key=value,...]", a policy: "SPEC[;FIRST..LAST=SPEC...][;sinks=N]", or a ladder:
+                              // "ladder=SPEC>SPEC..."; without sinks, a lossy codec keeps the first page of every
+                              // context raw
   int lag_pages = 2;
   int device = -1;      // where pages are computed on: host memory, or the daemon's GPU with this ordinal (device.h)
   int hidden_size = 0;  // values per token of activations, which steps may then give; 0: none are kept

@@ -109,9 +109,9 @@ int main(int argc, char** argv) {
   CLI::App app("Bits per byte of a text while the model's keys and values live in kvmanagerd behind a codec.");
   app.add_option("--model", flags.model, "directory of config.json and *.safetensors")->required();
   app.add_option("--text", flags.text, "text to measure on, a token per byte")->required();
-  app.add_option(
-         "--codec", flags.codec,
-         "NAME[:key=value,...], calibration=FILE naming an artifact, or a policy: SPEC;FIRST..LAST=SPEC;sinks=N")
+  app.add_option("--codec", flags.codec,
+                 "NAME[:key=value,...], calibration=FILE naming an artifact, a policy: "
+                 "SPEC;FIRST..LAST=SPEC;sinks=N, or a ladder: ladder=SPEC>SPEC")
       ->capture_default_str();
   app.add_option("--codec-plugin", flags.codec_plugins,
                  "a codec's shared object, for the daemon that is started; may be repeated")

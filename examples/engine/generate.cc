@@ -249,8 +249,8 @@ int main(int argc, char** argv) {
   app.add_option("--prompt-bytes", flags.prompt_bytes, "only its first bytes");
   app.add_option("--tokens", flags.tokens, "tokens to generate")->capture_default_str();
   app.add_option("--codec", flags.codec,
-                 "NAME[:key=value,...], calibration=FILE naming an artifact that the daemon has too, or a policy: "
-                 "SPEC;FIRST..LAST=SPEC;sinks=N")
+                 "NAME[:key=value,...], calibration=FILE naming an artifact that the daemon has too, a policy: "
+                 "SPEC;FIRST..LAST=SPEC;sinks=N, or a ladder: ladder=SPEC>SPEC")
       ->capture_default_str();
   app.add_option("--lag", flags.lag_pages, "newest full pages that a query reads raw, beside its own")
       ->capture_default_str()
