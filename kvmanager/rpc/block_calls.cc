@@ -169,8 +169,7 @@ class BlockCalls::Writing final : public Copying {
   bool Copy(size_t page, uint8_t* in_arena) override {
     const StoredPage& stored = writes_->pages()[page];
     if (stored.data == nullptr) return true;
-    std::memcpy(stored.data, in_arena, stored.bytes);
-    auto checksum = writes_->Check(page);
+    auto checksum = writes_->Put(page, in_arena);
     if (checksum.ok()) {
       checksums_[page] = *checksum;
       return true;

@@ -101,10 +101,11 @@ class BlockWrites {
   virtual size_t present() const = 0;
   /// [blocks()][layers]
   virtual absl::Span<const StoredPage> pages() const = 0;
-  /// Checks the bytes of page `page`, which has `data`, once they are in place, and returns their checksum. Any thread.
-  /// Errors: INVALID_ARGUMENT naming page and place (NaN or Inf), the codec's.
-  virtual absl::StatusOr<uint64_t> Check(size_t page) const = 0;
-  /// All bytes are in place. checksums: [pages] of Check. Gives the blocks their names, but for names that others gave
+  /// Puts the bytes of page `page`, which has `data`, in place, checks what was put there, and returns its checksum,
+  /// also if somebody writes to `from` meanwhile. Any thread. Errors: INVALID_ARGUMENT naming page and place (NaN or
+  /// Inf), the codec's.
+  virtual absl::StatusOr<uint64_t> Put(size_t page, const uint8_t* from) const = 0;
+  /// All bytes are in place. checksums: [pages] of Put. Gives the blocks their names, but for names that others gave
   /// meanwhile; returns how many. At most once. Errors: UNAVAILABLE (the store has closed).
   virtual absl::StatusOr<size_t> Commit(absl::Span<const uint64_t> checksums) = 0;
 };

@@ -71,8 +71,8 @@ class BlockTransfersTest : public testing::PageStoreTest {
       EXPECT_EQ(page.raw, raw);
       EXPECT_EQ(page.bytes, bytes.size());
       if (page.data == nullptr) continue;
-      std::memcpy(page.data, bytes.data(), bytes.size());
-      KV_ASSIGN_OR_RETURN(checksums[i], writes.Check(i));
+      KV_ASSIGN_OR_RETURN(checksums[i], writes.Put(i, bytes.data()));
+      EXPECT_EQ(std::memcmp(page.data, bytes.data(), bytes.size()), 0);
     }
     return checksums;
   }
@@ -274,9 +274,10 @@ TEST_F(BlockTransfersTest, BytesThatAreNoPageAreRefused) {
   ASSERT_TRUE(writes.ok());
   ASSERT_TRUE(Fill(**writes, text, 0).ok());
   const StoredPage& page = (*writes)->pages()[config_.layers];
-  page.data[0] = 0x00;
-  page.data[1] = 0x7c;  // infinity
-  const absl::Status status = (*writes)->Check(config_.layers).status();
+  Bytes wrong(page.data, page.data + page.bytes);
+  wrong[0] = 0x00;
+  wrong[1] = 0x7c;  // infinity
+  const absl::Status status = (*writes)->Put(config_.layers, wrong.data()).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(DetailOf(status).field, "pages[block 1][layer 0].k[head 0][token 0][channel 0]");
 }

@@ -6,7 +6,9 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/base/stream_copy.h"
 #include "kvmanager/store/page_bytes.h"
 #include "kvmanager/store/page_check.h"
 
@@ -30,16 +32,33 @@ class BlockWritesImpl final : public BlockWrites {
   size_t blocks() const override { return names_.size(); }
   size_t present() const override { return present_; }
   absl::Span<const StoredPage> pages() const override { return pages_; }
-  absl::StatusOr<uint64_t> Check(size_t page) const override {
+  absl::StatusOr<uint64_t> Put(size_t page, const uint8_t* from) const override {
     const StoredPage& stored = pages_[page];
     KV_CHECK(stored.data != nullptr);
     std::memset(stored.data + stored.bytes, 0, slack_[page]);
-    return CheckPageBytes(*cache_, stored.layer, stored.raw, {stored.data, stored.bytes},
-                          absl::StrCat("pages[block ", page / cache_->layers(), "][layer ", stored.layer, "]"));
+    if (stored.bytes > kCopyBytesMax) {
+      std::memcpy(stored.data, from, stored.bytes);
+      return Check(page, stored.data);
+    }
+    // A copy that stays in the core's cache is checked, and goes to the slot past the caches: the slot is read much
+    // later, and its lines need not be fetched to be written.
+    thread_local const AlignedBuffer copy(kCopyBytesMax);
+    std::memcpy(copy.data(), from, stored.bytes);
+    absl::StatusOr<uint64_t> checksum = Check(page, copy.data());
+    StoreStreaming(copy.data(), stored.data, stored.bytes);
+    EndStreaming();
+    return checksum;
   }
   absl::StatusOr<size_t> Commit(absl::Span<const uint64_t> checksums) override;
 
  private:
+  static constexpr size_t kCopyBytesMax = 512 << 10;
+
+  absl::StatusOr<uint64_t> Check(size_t page, const uint8_t* bytes) const {
+    const StoredPage& stored = pages_[page];
+    return CheckPageBytes(*cache_, stored.layer, stored.raw, {bytes, stored.bytes},
+                          absl::StrCat("pages[block ", page / cache_->layers(), "][layer ", stored.layer, "]"));
+  }
   uint32_t layers() const { return cache_->layers(); }
   void Release() {
     // Of a chain, children first (EvictionPolicy).
