@@ -109,6 +109,7 @@ class ServerImpl final : public Server {
     spdlog::info("GPUs: {}", facts_.gpus);
     KV_RETURN_IF_ERROR(devices_.Open(memory_.pool()));
     workers_ = std::make_unique<WorkerPool>(options_.threads > 0 ? static_cast<int>(options_.threads) : UsableCpus());
+    copiers_ = std::make_unique<WorkerPool>(BlockCalls::WorkersOf(workers_->threads()));
     background_ = std::make_unique<WorkerPool>(1, Turn::kLength, kBackgroundNice);
     executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &metrics_.encodes, &clock_);
     std::vector<StoreDevice> devices;
@@ -234,8 +235,7 @@ class ServerImpl final : public Server {
     recomputer_->Stop();
     loop.RunReady();
     plugins_.Stop();
-    workers_->Stop();
-    background_->Stop();
+    for (const auto* threads : {&workers_, &copiers_, &background_}) (*threads)->Stop();
     loop.RunReady();
     incoming_->DropAll();  // what workers still posted may wait again
     loop.RunReady();
@@ -295,7 +295,7 @@ class ServerImpl final : public Server {
                         .metrics = &of.metrics_.attends}),
           reads({of.store_.get(), of.workers_.get(), &of.queue_, &of.polls_, &of.clock_, of.devices_.gpus(),
                  &of.metrics_.reads}),
-          block_calls({of.store_.get(), of.workers_.get(), &of.queue_, &of.clock_, &of.drain_, &of.metrics_.block_calls,
+          block_calls({of.store_.get(), of.copiers_.get(), &of.queue_, &of.clock_, &of.drain_, &of.metrics_.block_calls,
                        &long_calls, BlockCalls::MapsOf(of.options_.map_blocks), &disposals, &loop.timer()}),
           requests({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kCallsInFlightBytesMax},
                    &of.clock_),
@@ -450,8 +450,7 @@ class ServerImpl final : public Server {
     transport_.reset();
     if (recomputer_ != nullptr) recomputer_->Stop();
     plugins_.Stop();
-    workers_.reset();
-    background_.reset();
+    for (auto* threads : {&workers_, &copiers_, &background_}) threads->reset();
   }
 
   const Options options_;
@@ -470,7 +469,7 @@ class ServerImpl final : public Server {
   ServerMemory memory_;
   PollList polls_;
   ServerDevices devices_;
-  std::unique_ptr<WorkerPool> workers_, background_;
+  std::unique_ptr<WorkerPool> workers_, copiers_, background_;
   std::unique_ptr<PoolEncodeExecutor> executor_;
   std::unique_ptr<QualityMonitor> quality_;
   std::unique_ptr<PageStore> store_;
