@@ -228,8 +228,8 @@ KVM_API int kvm_set_paged(kvm_object* codec, const kvm_paged* paged);
 /* What a load uses. raw, stored: two stagings on the GPU with room for `blocks` blocks each, as raw pages and as stored
  * ones; the same where the codec has one form. Extents of so many blocks take them in turn: `extents` were begun by
  * calls before this one, 0: of another load. ids: [groups][count] of the engine's blocks, 0: not wanted; read when the
- * call returns. list, in pinned host memory, and list_device, on the GPU: 8 * groups + 24 * layers bytes for each of
- * `count`; sums, [count][layers] in pinned host memory, out: what was copied has these XXH3-64. These stay until `load`
+ * call returns. list, in pinned host memory, and list_device, on the GPU, both at multiples of 16: 8 * groups + 24 *
+ * layers bytes for each of `count`; sums, [count][layers] in pinned host memory, out: what was copied has these XXH3-64. These stay until `load`
  * has passed. fetch, load: streams, of copies from host memory and of what comes behind them. */
 typedef struct {
   void* raw[2];
@@ -250,18 +250,23 @@ KVM_API int kvm_load_blocks(kvm_object* codec, kvm_object* mapped, uint32_t firs
 KVM_API int kvm_compare_blocks(kvm_object* mapped, uint32_t first, uint32_t count, const uint64_t* sums,
                                uint32_t* corrupt);
 /* Brings blocks of the engine's caches, the first of which is block first_block of its sequence, to `host`, as
- * kvm_write_blocks_async wants them; only begun on `stream`. raw, stored: a staging as a load's. In pinned host memory,
- * until the stream has passed: host; ids, none 0; items; declined, [count][layers], of pages that are encoded, in their
- * order. */
+ * kvm_write_blocks_async wants them; only begun. raw, stored: a staging as a load's, with room for `count` blocks. They
+ * are copied and encoded on `save`, and copied to `host` on `send`, part by part: `part` blocks each. ids:
+ * [groups][count], none 0; read when the call returns. list, in pinned host memory, and list_device, on the GPU, both at
+ * multiples of 16: 8 * groups + 36 * layers bytes for each of `count`. declined, [count][layers], of pages that are encoded, in their order.
+ * In pinned host memory until `send` has passed: host, list, declined. The engine's blocks are read, and raw and stored
+ * written, until `save` has passed; stored is read until `send` has. */
 typedef struct {
   void* raw;
   void* stored;
   void* host;
   const int64_t* ids;
-  kvm_encode_item* items;
+  void* list;
+  void* list_device;
   uint32_t* declined;
-  uint32_t first_block, count, ids_stride, reserved;
-  void* stream;
+  uint32_t first_block, count, groups, part;
+  void* save;
+  void* send;
 } kvm_save;
 KVM_API int kvm_save_blocks(kvm_object* codec, const kvm_save* save, uint64_t* stored_bytes);
 

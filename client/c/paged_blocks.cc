@@ -27,34 +27,40 @@ uint64_t StoredBytes(const PageCodecObject& object, bool raw, uint32_t layer) {
   return raw ? object.codec->layout().raw_bytes() : object.codec->info().page_bytes(static_cast<int>(layer));
 }
 
-// What kernels read of a load: block ids, and items to decode. Written to host memory and copied to the GPU at once,
-// since small reads of host memory by kernels hold up the copies of pages.
-class LoadList {
+// What kernels read of a load or a save: items to decode or encode, and block ids. Written to host memory and copied to
+// the GPU at once, since small reads of host memory by kernels hold up the copies of pages.
+template <typename Item>
+class ItemList {
  public:
-  LoadList(const kvm_load& load, uint32_t blocks) : load_(load), blocks_(blocks) {
-    const size_t ids = size_t{load.groups} * blocks;
-    std::memcpy(load.list, load.ids, ids * sizeof(int64_t));
-    items_ = reinterpret_cast<DeviceDecodeItem*>(static_cast<int64_t*>(load.list) + ids);
-    device_items_ = reinterpret_cast<DeviceDecodeItem*>(static_cast<int64_t*>(load.list_device) + ids);
-  }
+  /// ids: [groups][blocks]. Items come first in the list: kernels read 16 bytes of them at a time.
+  ItemList(void* list, void* list_device, const int64_t* ids, uint32_t groups, uint32_t blocks)
+      : list_(static_cast<uint8_t*>(list)),
+        device_list_(static_cast<uint8_t*>(list_device)),
+        ids_(ids),
+        ids_bytes_(size_t{groups} * blocks * sizeof(int64_t)),
+        blocks_(blocks) {}
 
-  void Add(const DeviceDecodeItem& item) { items_[count_++] = item; }
+  void Add(const Item& item) { reinterpret_cast<Item*>(list_)[count_++] = item; }
   uint32_t count() const { return count_; }
-  const DeviceDecodeItem* items() const { return items_; }
-  /// The same on the GPU, once Send() was called.
-  const DeviceDecodeItem* device_items() const { return device_items_; }
-  const int64_t* device_ids() const { return static_cast<const int64_t*>(load_.list_device); }
+  const Item* items() const { return reinterpret_cast<const Item*>(list_); }
+  /// The same on the GPU, once all items are there and Send() was called.
+  const Item* device_items() const { return reinterpret_cast<const Item*>(device_list_); }
+  const int64_t* device_ids() const { return reinterpret_cast<const int64_t*>(device_list_ + items_bytes()); }
   uint32_t ids_stride() const { return blocks_; }
-  absl::Status Send(const Device& device) const {
-    const auto* const end = reinterpret_cast<const uint8_t*>(items_ + count_);
-    return device.EnqueueCopy(StreamOf(load_.fetch), load_.list_device, load_.list,
-                              static_cast<size_t>(end - static_cast<const uint8_t*>(load_.list)));
+  /// Behind it.
+  uint8_t* device_end() const { return device_list_ + items_bytes() + ids_bytes_; }
+  absl::Status Send(const Device& device, CUstream_st* stream) const {
+    std::memcpy(list_ + items_bytes(), ids_, ids_bytes_);
+    return device.EnqueueCopy(stream, device_list_, list_, items_bytes() + ids_bytes_);
   }
 
  private:
-  const kvm_load& load_;
+  size_t items_bytes() const { return count_ * sizeof(Item); }
+
+  uint8_t *const list_, *const device_list_;
+  const int64_t* const ids_;
+  const size_t ids_bytes_;
   const uint32_t blocks_;
-  DeviceDecodeItem *items_, *device_items_;
   uint32_t count_ = 0;
 };
 
@@ -62,7 +68,7 @@ class LoadList {
 class ExtentLoad {
  public:
   ExtentLoad(const PageCodecObject& object, const MappedBlocks& mapped, const kvm_load& load, uint32_t first,
-             uint32_t count, uint32_t at, uint32_t staging, LoadList& list)
+             uint32_t count, uint32_t at, uint32_t staging, ItemList<DeviceDecodeItem>& list)
       : object_(object), mapped_(mapped), load_(load), list_(list), at_(at), count_(count) {
     const uint32_t layers = object.paged.layers;
     first_item_ = list.count();
@@ -117,7 +123,7 @@ class ExtentLoad {
   const PageCodecObject& object_;
   const MappedBlocks& mapped_;
   const kvm_load& load_;
-  const LoadList& list_;
+  const ItemList<DeviceDecodeItem>& list_;
   const uint32_t at_, count_;
   size_t begin_, pages_;
   uint8_t *raw_, *stored_;
@@ -125,6 +131,83 @@ class ExtentLoad {
   std::vector<uint64_t> sizes_;
   std::vector<PageBytes> stored_pages_;
   uint32_t first_item_, last_item_;  // of the list
+};
+
+// Some blocks of the engine's that are copied, encoded and brought to host memory.
+class Saving {
+ public:
+  Saving(const PageCodecObject& object, const kvm_save& save)
+      : object_(object), save_(save), list_(save.list, save.list_device, save.ids, save.groups, save.count) {
+    const uint32_t pages = save.count * object.paged.layers;
+    offsets_.reserve(pages + 1);
+    for (uint32_t i = 0; i < pages; ++i) {
+      offsets_.push_back(bytes_);
+      bytes_ += AlignedPage(StoredBytes(object, keeps_raw(i), layer(i)));
+      if (encodes(i)) list_.Add({raw_page(i), stored_page(i), token(i), layer(i)});
+    }
+    offsets_.push_back(bytes_);
+    declined_ = reinterpret_cast<uint32_t*>(list_.device_end());
+  }
+
+  uint64_t bytes() const { return bytes_; }
+  absl::Status Begin() {
+    const Device& device = *object_.device;
+    CUstream_st *const save = StreamOf(save_.save), *const send = StreamOf(save_.send);
+    auto* const host = static_cast<uint8_t*>(save_.host);
+    KV_RETURN_IF_ERROR(list_.Send(device, save));
+    for (uint32_t at = 0; at < save_.count; at += save_.part) {
+      const uint32_t count = std::min(save_.part, save_.count - at);
+      KV_RETURN_IF_ERROR(Make(at, count, save));
+      const uint64_t begin = offsets_[at * layers()], end = offsets_[(at + count) * layers()];
+      KV_RETURN_IF_ERROR(device.Follow(send, save));
+      KV_RETURN_IF_ERROR(device.EnqueueCopy(send, host + begin, stored_page(at * layers()), end - begin));
+    }
+    return encoded_ == 0 ? absl::OkStatus()
+                         : device.EnqueueCopy(send, save_.declined, declined_, encoded_ * sizeof(uint32_t));
+  }
+
+ private:
+  uint32_t layers() const { return object_.paged.layers; }
+  uint32_t layer(uint32_t page) const { return page % layers(); }
+  uint64_t token(uint32_t page) const { return (uint64_t{save_.first_block} + page / layers()) * object_.paged.tokens; }
+  bool identity() const { return object_.codec->info().identity; }
+  bool keeps_raw(uint32_t page) const {
+    return !identity() && object_.codec->info().keeps_raw(static_cast<int>(layer(page)), token(page));
+  }
+  bool encodes(uint32_t page) const { return !identity() && !keeps_raw(page); }
+  uint8_t* raw_page(uint32_t page) const {
+    return static_cast<uint8_t*>(save_.raw) + page * object_.codec->layout().raw_bytes();
+  }
+  uint8_t* stored_page(uint32_t page) const { return static_cast<uint8_t*>(save_.stored) + offsets_[page]; }
+
+  // Makes what is stored of `count` blocks, from block `at` on.
+  absl::Status Make(uint32_t at, uint32_t count, CUstream_st* stream) {
+    const PagedBlocks blocks{raw_page(at * layers()), list_.device_ids() + at, list_.ids_stride(), count};
+    KV_RETURN_IF_ERROR(EnqueuePagedCopy(object_.paged, object_.paged_layers, blocks, /*into_cache=*/false, stream));
+    const uint32_t first = encoded_;
+    for (uint32_t i = at * layers(); i < (at + count) * layers(); ++i) {
+      if (encodes(i)) {
+        ++encoded_;
+      } else if (!identity()) {
+        const uint64_t raw_bytes = object_.codec->layout().raw_bytes();
+        KV_RETURN_IF_ERROR(object_.device->EnqueueCopy(stream, stored_page(i), raw_page(i), raw_bytes));
+      }
+    }
+    if (encoded_ == first) return absl::OkStatus();
+    const DeviceEncodeItem* const to_device = list_.device_items() + first;
+    return ForEachRun(*object_.device_codec, list_.items() + first, encoded_ - first,
+                      [&](const DeviceCodec& of, uint32_t begin, uint32_t pages) {
+                        return of.Encode(to_device + begin, pages, declined_ + first + begin, stream);
+                      });
+  }
+
+  const PageCodecObject& object_;
+  const kvm_save& save_;
+  ItemList<DeviceEncodeItem> list_;
+  std::vector<uint64_t> offsets_;  // [pages + 1], of stored pages
+  uint64_t bytes_ = 0;
+  uint32_t* declined_;    // on the GPU, [pages that are encoded]
+  uint32_t encoded_ = 0;  // of them, begun
 };
 
 }  // namespace
@@ -172,7 +255,7 @@ int kvm_load_blocks(kvm_object* codec, kvm_object* mapped, uint32_t first, uint3
     KV_RETURN_IF_ERROR(CheckMapped(blocks->blocks, first, count));
     if (load->blocks == 0) return InvalidField("load.blocks", 0, "at least 1");
     const Device& device = *object.device;
-    LoadList list(*load, count);
+    ItemList<DeviceDecodeItem> list(load->list, load->list_device, load->ids, load->groups, count);
     std::vector<ExtentLoad> extents;
     extents.reserve((count + load->blocks - 1) / load->blocks);
     for (uint32_t at = 0, staging = load->extents % 2; at < count; at += load->blocks, staging ^= 1) {
@@ -182,7 +265,7 @@ int kvm_load_blocks(kvm_object* codec, kvm_object* mapped, uint32_t first, uint3
     if (load->extents == 0) KV_RETURN_IF_ERROR(device.Follow(StreamOf(load->fetch), StreamOf(load->load)));
     for (size_t i = 0; i < extents.size(); ++i) {
       KV_RETURN_IF_ERROR(extents[i].Fetch());
-      if (i == 0) KV_RETURN_IF_ERROR(list.Send(device));
+      if (i == 0) KV_RETURN_IF_ERROR(list.Send(device, StreamOf(load->fetch)));
       // The next but one is fetched into this staging, behind what now follows of the one before.
       if (load->extents + i > 0) KV_RETURN_IF_ERROR(device.Follow(StreamOf(load->fetch), StreamOf(load->load)));
       KV_RETURN_IF_ERROR(device.Follow(StreamOf(load->load), StreamOf(load->fetch)));
@@ -213,35 +296,10 @@ int kvm_save_blocks(kvm_object* codec, const kvm_save* save, uint64_t* stored_by
   *stored_bytes = 0;
   return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
     KV_RETURN_IF_ERROR(CheckPaged(object));
-    CUstream_st* const stream = StreamOf(save->stream);
-    auto *const raw = static_cast<uint8_t*>(save->raw), *const stored = static_cast<uint8_t*>(save->stored);
-    const PagedBlocks blocks{raw, save->ids, save->ids_stride, save->count};
-    KV_RETURN_IF_ERROR(EnqueuePagedCopy(object.paged, object.paged_layers, blocks, /*into_cache=*/false, stream));
-    const CodecInfo& info = object.codec->info();
-    const uint64_t raw_bytes = object.codec->layout().raw_bytes();
-    auto* const items = reinterpret_cast<DeviceEncodeItem*>(save->items);
-    const uint32_t layers = object.paged.layers;
-    uint64_t bytes = 0;
-    uint32_t encoded = 0;
-    for (uint32_t i = 0; i < save->count * layers; ++i) {
-      const uint32_t layer = i % layers;
-      const uint64_t token = (uint64_t{save->first_block} + i / layers) * object.paged.tokens;
-      const bool keeps_raw = !info.identity && info.keeps_raw(static_cast<int>(layer), token);
-      if (keeps_raw) {
-        KV_RETURN_IF_ERROR(object.device->EnqueueCopy(stream, stored + bytes, raw + i * raw_bytes, raw_bytes));
-      } else if (!info.identity) {
-        items[encoded++] = {raw + i * raw_bytes, stored + bytes, token, layer};
-      }
-      bytes += AlignedPage(StoredBytes(object, keeps_raw, layer));
-    }
-    if (encoded > 0) {
-      KV_RETURN_IF_ERROR(
-          ForEachRun(*object.device_codec, items, encoded, [&](const DeviceCodec& of, uint32_t begin, uint32_t pages) {
-            return of.Encode(items + begin, pages, save->declined + begin, stream);
-          }));
-    }
-    KV_RETURN_IF_ERROR(object.device->EnqueueCopy(stream, save->host, stored, bytes));
-    *stored_bytes = bytes;
+    if (save->part == 0) return InvalidField("save.part", 0, "at least 1");
+    Saving saving(object, *save);
+    KV_RETURN_IF_ERROR(saving.Begin());
+    *stored_bytes = saving.bytes();
     return absl::OkStatus();
   });
 }

@@ -70,9 +70,9 @@ class PagedLoad(ctypes.Structure):
 
 class PagedSave(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("raw", "stored", "host", "ids", "items", "declined")),
-        *((name, c_uint32) for name in ("first_block", "count", "ids_stride", "reserved")),
-        ("stream", c_void_p),
+        *((name, c_void_p) for name in ("raw", "stored", "host", "ids", "list", "list_device", "declined")),
+        *((name, c_uint32) for name in ("first_block", "count", "groups", "part")),
+        *((name, c_void_p) for name in ("save", "send")),
     ]
 
 

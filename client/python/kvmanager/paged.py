@@ -109,6 +109,7 @@ class PagedCopy:
         self.index = (self.device.index or 0) if self.cuda else -1  # of the GPU; -1: the CPU
         self.save_stream = self.load_stream = None
         self.fetch_stream = None  # what brings pages to the GPU, ahead of the loads
+        self.send_stream = None  # what brings them from there, behind the saves
         self.groups = groups or [0] * len(layers)
         self._kernel: PagedKernel | None = None
         if self.cuda:
@@ -116,6 +117,7 @@ class PagedCopy:
             self.save_stream = torch.cuda.Stream(self.device, priority=low)
             self.load_stream = torch.cuda.Stream(self.device, priority=low)
             self.fetch_stream = torch.cuda.Stream(self.device, priority=low)
+            self.send_stream = torch.cuda.Stream(self.device, priority=low)
             self._kernel = self._make_kernel()
 
     def _make_kernel(self) -> PagedKernel | None:
@@ -223,6 +225,10 @@ class PagedCopy:
     def saved(self) -> Fence:
         """All that save() began so far, also where it failed in the middle."""
         return self._record(self.save_stream) if self.cuda else Fence()
+
+    def sent(self) -> Fence:
+        """Behind all that send_stream was given."""
+        return self._record(self.send_stream) if self.cuda else Fence()
 
     def hold_saves(self, after: list[Fence]) -> None:
         """What saves is given from now on comes behind these."""

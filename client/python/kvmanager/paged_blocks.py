@@ -13,18 +13,26 @@ import torch
 
 from ._lib import PagedCaches, PagedLoad, PagedSave
 from .cache import BlocksMapped
-from .page_codec import DECODE_ITEM_BYTES, PageCodec
+from .page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, PageCodec
 from .paged import PagedCopy
-from .stored import Extent, Geometry
+from .stored import Extent, Extents, Geometry
 
 _WORD = 16  # bytes that a thread of the GPU moves at a time
+_PART_BYTES = 64 << 20  # of raw pages: what is encoded while the part before is copied to host memory
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _WORD) * _WORD
 
 
 class PagedBlocks:
     """Of one connection's codec and one engine's caches. It belongs to the client's thread."""
 
-    def __init__(self, codec: PageCodec, copies: PagedCopy, geometry: Geometry, calls: int, blocks: int) -> None:
-        """calls: of load() that are under way at once, at most; blocks: of one. ValueError: caches that it cannot copy."""
+    def __init__(
+        self, codec: PageCodec, copies: PagedCopy, geometry: Geometry, stores: Extents, calls: int, blocks: int
+    ) -> None:
+        """stores: what save() is given extents of. calls: of load() that are under way at once, at most; blocks: of one.
+        ValueError: caches that it cannot copy."""
         self._codec, self._copies = codec, copies
         views, groups = copies.views, copies.groups
         first = views[0][0]
@@ -41,9 +49,13 @@ class PagedBlocks:
         with torch.inference_mode(False):
             self._table = torch.tensor(table, dtype=torch.int64, device=copies.device)
             self.blocks_max, self._groups = blocks, max(groups) + 1
-            list_bytes = blocks * (8 * self._groups + DECODE_ITEM_BYTES * geometry.layers)
+            list_bytes = _aligned(blocks * (8 * self._groups + DECODE_ITEM_BYTES * geometry.layers))
             self._lists = torch.empty((calls, list_bytes), dtype=torch.uint8, pin_memory=True)
             self._device_lists = torch.empty_like(self._lists, device=copies.device)
+            save_bytes = _aligned(stores.extent_blocks * (8 * self._groups + (ENCODE_ITEM_BYTES + 4) * geometry.layers))
+            self._save_lists = torch.empty((stores.stagings, save_bytes), dtype=torch.uint8, pin_memory=True)
+            self._device_save_lists = torch.empty_like(self._save_lists, device=copies.device)
+            self._part_blocks = max(1, _PART_BYTES // geometry.raw_block_bytes)
             self._sums = torch.empty((calls, blocks * geometry.layers), dtype=torch.int64, pin_memory=True)
         torch.cuda.current_stream(copies.device).synchronize()
         codec.set_paged(
@@ -79,20 +91,23 @@ class PagedBlocks:
 
     def save(self, extent: Extent, count: int, first: int, ids: list[list[int]]) -> None:
         """Brings `count` of the caches' blocks `ids`, by group, of which the first is block `first` of its sequence, into the
-        extent's range, as extent.encode() does. Only begun, behind what save_stream was given."""
-        stride = extent.put_ids(ids)
+        extent's range, as extent.encode() does. Only begun, behind what save_stream was given: the blocks are read behind
+        copies.saved(), and the range is filled behind copies.sent()."""
+        given = array.array("q", [each for group in ids for each in group])
         save = PagedSave(
             extent.raw.data_ptr(),
             extent.encoded_pages.data_ptr(),
             extent.host_address,
-            extent.ids_address,
-            extent.items_address,
+            given.buffer_info()[0],
+            self._save_lists[extent.staging].data_ptr(),
+            self._device_save_lists[extent.staging].data_ptr(),
             extent.declined_address,
             first,
             count,
-            stride,
-            0,
+            self._groups,
+            self._part_blocks,
             self._copies.save_stream.cuda_stream,
+            self._copies.send_stream.cuda_stream,
         )
         extent.note_encoded(count, first, self._codec.save_blocks(save))
 

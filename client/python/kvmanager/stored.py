@@ -11,12 +11,16 @@ pages' checksums.
     GPU, raw        GPU memory, the same                      pinned host memory
     CPU, lossy      host memory          the range itself
     CPU, raw        the range itself
+
+Encoded blocks take a part of what raw ones do. So extents for stores on a GPU may have few places in its memory, where blocks are
+encoded, and more ranges of the arena, as large as encoded blocks: detach() gives a place back while its range is still written to the
+daemon.
 """
 
 from __future__ import annotations
 
-import array
 import ctypes
+import dataclasses
 import threading
 import warnings
 from typing import Callable
@@ -70,36 +74,91 @@ class _Plan:
             place[:, 2] += first
 
 
+class Range:
+    """Of the arena, as large as what an extent brings there; one user at a time. close() gives it back."""
+
+    def __init__(self, of: Extents, place: int) -> None:
+        self._of = of
+        self.pages: ArenaTensor = of.arena.tensor((of.range_bytes,), "uint8", place * of.range_bytes)
+        with torch.inference_mode(False):  # views made in an engine's step would be inference tensors
+            self.host = torch.from_dlpack(self.pages)
+
+    def of_bytes(self, nbytes: int) -> ArenaTensor:
+        """Its first ones."""
+        return self.pages.arena.tensor((nbytes,), "uint8", self.pages.offset)
+
+    def close(self) -> None:
+        """Nothing reads or writes it any more."""
+        self._of._give_back_range(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Some of the blocks that an extent encoded, which fit its range together."""
+
+    first: int  # of the extent's
+    count: int
+    forms: bytes  # of their pages, 1: raw
+    nbytes: int
+    there: bool  # the range has them; else Extent.bring() brings them
+
+
 class Extent:
     """Room for `blocks` blocks; one user at a time. close() gives it back."""
 
-    def __init__(self, of: Extents, place: int) -> None:
+    def __init__(self, of: Extents, staging: int, room: Range) -> None:
+        """room: the range that it begins with."""
         g, codec, device = of.geometry, of.codec, of.device
-        self.of, self.blocks = of, of.extent_blocks
-        self.range: ArenaTensor = of.arena.tensor((of.extent_bytes,), "uint8", place * of.extent_bytes)
-        with torch.inference_mode(False):  # views made in an engine's step would be inference tensors
-            self._host = torch.from_dlpack(self.range)
+        self.of, self.blocks, self.staging = of, of.extent_blocks, staging
+        self._room: Range | None = room
+        with torch.inference_mode(False):
             shape = (self.blocks, g.layers, 2, g.heads, g.block_tokens, g.head_dim)
             self._on_gpu = device.type == "cuda"
-            in_range = codec.identity and not self._on_gpu
-            memory = self._host if in_range else torch.empty(of.extent_bytes, dtype=torch.uint8, device=device)
+            self._apart = self._on_gpu or of.apart  # encoded pages are not in the range
+            in_range = codec.identity and not self._apart
+            raw_bytes = self.blocks * g.raw_block_bytes
+            memory = room.host if in_range else torch.empty(raw_bytes, dtype=torch.uint8, device=device)
             self._raw_bytes = memory
             self.raw = memory.view(g.dtype).view(shape)  # pages
             if codec.identity:
                 self.encoded_pages = memory
+            elif self._apart:
+                self.encoded_pages = torch.empty(of.range_bytes, dtype=torch.uint8, device=device)
             else:
-                self.encoded_pages = torch.empty_like(memory) if self._on_gpu else self._host
+                self.encoded_pages = room.host
             pages = self.blocks * g.layers
             self._items = torch.empty((pages, 4), dtype=torch.int64, pin_memory=self._on_gpu)
             self._declined = torch.zeros(pages, dtype=torch.int32, pin_memory=self._on_gpu)
             self._sums = torch.empty(pages, dtype=torch.int64, pin_memory=self._on_gpu)  # of what was fetched
         self._expected: torch.Tensor | None = None  # of the same
-        self.host_address, self.items_address = self._host.data_ptr(), self._items.data_ptr()
-        self.declined_address, self.ids_address = self._declined.data_ptr(), 0
-        self._ids: torch.Tensor | None = None
+        self.declined_address = self._declined.data_ptr()
         self._planned: dict[str, tuple[object, _Plan]] = {}  # the newest of each kind, and of what
-        self._writing: _Plan | None = None  # of encode()
+        self._writing: tuple[int, int, int] = (0, 0, 0)  # of encode(): count, first, bytes
         self._items_are: tuple[_Plan | None, int | None] = (None, None)
+
+    @property
+    def range(self) -> ArenaTensor:
+        return self._held().pages
+
+    @property
+    def host_address(self) -> int:
+        return self._held().host.data_ptr()
+
+    def _held(self) -> Range:
+        assert self._room is not None  # only of who took it, until detach()
+        return self._room
+
+    def fits(self, first: int, wanted: int) -> int:
+        """How many of so many blocks, of which the first is block `first` of its sequence, have room."""
+        count = min(wanted, self.blocks)
+        while count > 1 and self.of.encoded_bytes_of(count, self._sinks(count, first)) > self.of.range_bytes:
+            count -= 1
+        return count
+
+    def _sinks(self, count: int, first: int) -> int:
+        """Of these blocks, those that begin with sinks."""
+        g = self.of.geometry
+        return min(max(-(-self.of.codec.sink_tokens // g.block_tokens) - first, 0), count)
 
     def _plan(self, kind: str, key: object, forms: Callable[[], torch.Tensor]) -> _Plan:
         planned = self._planned.get(kind)
@@ -108,11 +167,10 @@ class Extent:
         return planned[1]
 
     def _plan_to_encode(self, count: int, first: int) -> _Plan:
-        g, of = self.of.geometry, self.of
-        sinks = min(max(-(-of.codec.sink_tokens // g.block_tokens) - first, 0), count)  # blocks that begin with sinks
+        of, sinks = self.of, self._sinks(count, first)
 
         def forms() -> torch.Tensor:
-            pages = count * g.layers
+            pages = count * of.geometry.layers
             return (of.page_block[:pages] < sinks) | of.raw_layer[of.page_layer[:pages]]
 
         return self._plan("encode", (count, sinks), forms)
@@ -123,58 +181,72 @@ class Extent:
         """Brings `count` blocks, of which the first is block `first` of its sequence, into the range; only begun on a GPU."""
         g, of = self.of.geometry, self.of
         plan = self._plan_to_encode(count, first)
-        self._writing = plan
+        self._writing = count, first, plan.nbytes
         if len(plan.encoded):
             self._write_items(plan, first * g.block_tokens)
             of.codec.encode(self._items.data_ptr(), len(plan.encoded), self._declined.data_ptr(), stream)
         for page in plan.raw:
             self._copy(self.encoded_pages, int(plan.offsets[page]), self._raw_bytes, page * g.raw_page_bytes)
-        if self._on_gpu:
-            self._host[: plan.nbytes].copy_(self.encoded_pages[: plan.nbytes], non_blocking=True)
-
-    # The same by paged_blocks.py.
-
-    def put_ids(self, ids: list[list[int]]) -> int:
-        """Of the engine's blocks, by group; returns how many have room in a group. What read the last ones has ended."""
-        if self._ids is None or len(self._ids) < len(ids):
-            with torch.inference_mode(False):
-                self._ids = torch.empty((len(ids), self.blocks), dtype=torch.int64, pin_memory=self._on_gpu)
-        self.ids_address = self._ids.data_ptr()
-        for group, of_group in enumerate(ids):
-            given = array.array("q", of_group)
-            ctypes.memmove(self.ids_address + 8 * self.blocks * group, given.buffer_info()[0], 8 * len(given))
-        return self.blocks
+        if self._apart:
+            self._held().host[: plan.nbytes].copy_(self.encoded_pages[: plan.nbytes], non_blocking=True)
 
     def note_encoded(self, count: int, first: int, nbytes: int) -> None:
-        """encode() was begun by other means, and takes so much of the range."""
-        self._writing, self._items_are = self._plan_to_encode(count, first), (None, None)
-        if self._writing.nbytes != nbytes:
-            raise RuntimeError(f"pages take {nbytes} bytes, thought to take {self._writing.nbytes}")
+        """encode() was begun by other means (paged_blocks.py), and takes so much of the range."""
+        self._writing, self._items_are = (count, first, nbytes), (None, None)
+        expected = self.of.encoded_bytes_of(count, self._sinks(count, first))
+        if nbytes != expected:
+            raise RuntimeError(f"pages take {nbytes} bytes, thought to take {expected}")
 
-    def encoded(self) -> tuple[bytes, ArenaTensor]:
-        """Once encode() is done: the forms of the pages, and the range that they take."""
-        plan = self._writing
-        declined = self._declined[: len(plan.encoded)]
-        if len(declined) and bool(declined.any()):
-            return self._lay_out_anew(plan, plan.encoded[declined != 0].tolist())
-        return plan.form_bytes, self._range(plan.nbytes)
+    def encoded(self) -> list[Piece]:
+        """Once encode() is done: what is to be written, in this order; bring() brings each into the range."""
+        count, first, nbytes = self._writing
+        forms = self.of.forms(count, self._sinks(count, first))
+        pages = 0 if self.of.codec.identity else forms.count(0)
+        if ctypes.string_at(self.declined_address, 4 * pages).strip(b"\0"):  # one of torch's operations takes longer
+            plan = self._plan_to_encode(count, first)
+            return self._pieces(plan, plan.encoded[self._declined[:pages] != 0])
+        return [Piece(0, count, forms, nbytes, there=True)]
 
-    def _lay_out_anew(self, plan: _Plan, declined: list[int]) -> tuple[bytes, ArenaTensor]:
+    def _pieces(self, plan: _Plan, declined: torch.Tensor) -> list[Piece]:
         """Pages that the codec declined stay raw and take more than was thought."""
-        g, parts = self.of.geometry, []
-        forms, was = plan.forms.clone(), plan.forms.tolist()
+        layers, forms, pieces = self.of.geometry.layers, plan.forms.clone(), []
         forms[declined] = True
-        for page, (raw, offset) in enumerate(zip(forms.tolist(), plan.offsets.tolist())):
-            if raw and not was[page]:
-                part = self._raw_bytes[page * g.raw_page_bytes : (page + 1) * g.raw_page_bytes]
-            else:
-                size = g.raw_page_bytes if raw else self.of.codec.page_bytes[page % g.layers]
-                part = self.encoded_pages[offset : offset + size]
-            parts.append(part.to("cpu", copy=True))
-        anew, nbytes = self.of.layout(forms)
-        for part, offset in zip(parts, anew.tolist()):
-            self._host[offset : offset + len(part)].copy_(part)
-        return bytes(forms.tolist()), self._range(nbytes)
+        blocks, begin = len(forms) // layers, 0
+        while begin < blocks:
+            end = blocks
+            while True:
+                of_piece = forms[begin * layers : end * layers]
+                _, nbytes = self.of.layout(of_piece)
+                if nbytes <= self.of.range_bytes:
+                    break
+                end -= 1
+            pieces.append(Piece(begin, end - begin, bytes(of_piece.tolist()), nbytes, there=False))
+            begin = end
+        return pieces
+
+    def bring(self, piece: Piece) -> ArenaTensor:
+        """The range, with this piece of what was encoded. It may be used once the one before was written."""
+        room = self._held()
+        if not piece.there:
+            g = self.of.geometry
+            plan, begin = self._plan_to_encode(*self._writing[:2]), piece.first * g.layers
+            forms = torch.tensor(list(piece.forms), dtype=torch.bool)
+            anew, parts = self.of.layout(forms)[0].tolist(), []
+            for page, raw in enumerate(piece.forms, begin):
+                if raw and not plan.forms[page]:
+                    part = self._raw_bytes[page * g.raw_page_bytes : (page + 1) * g.raw_page_bytes]
+                else:
+                    size, offset = g.raw_page_bytes if raw else self.of.codec.page_bytes[page % g.layers], int(plan.offsets[page])
+                    part = self.encoded_pages[offset : offset + size]
+                parts.append(part.to("cpu", copy=True))  # on a CPU some lie in the range
+            for offset, part in zip(anew, parts):
+                room.host[offset : offset + len(part)].copy_(part)
+        return room.of_bytes(piece.nbytes)
+
+    def detach(self) -> Range | Extent:
+        """Once all of it was encoded, and the range has the last piece: what is to be closed when that was written. The extent itself
+        may be used by others meanwhile, where there are more ranges than extents."""
+        return self.of._detach(self)
 
     # From the daemon.
 
@@ -204,8 +276,8 @@ class Extent:
         GPU."""
         g, of = self.of.geometry, self.of
         plan = self._plan_to_decode(forms)
-        if self._on_gpu and not fetched:
-            self.encoded_pages[: plan.nbytes].copy_(self._host[: plan.nbytes], non_blocking=True)
+        if self._apart and not fetched:
+            self.encoded_pages[: plan.nbytes].copy_(self._held().host[: plan.nbytes], non_blocking=True)
         if len(plan.encoded):
             self._write_items(plan, None)
             of.codec.decode(self._items.data_ptr(), len(plan.encoded), stream)
@@ -221,26 +293,24 @@ class Extent:
         size = self.of.geometry.raw_page_bytes
         to[at : at + size].copy_(source[begin : begin + size], non_blocking=True)
 
-    def _range(self, nbytes: int) -> ArenaTensor:
-        return self.range.arena.tensor((nbytes,), "uint8", self.range.offset)
-
     def close(self) -> None:
         """Nothing reads or writes it any more."""
         self.of._give_back(self)
 
 
 class Extents:
-    """An arena cut into extents of equal size. take() and close() may be called by any thread; the rest is the thread's that has
-    the arena's client.
+    """An arena cut into ranges of equal size, and extents that bring blocks there. take() and close() may be called by any thread;
+    the rest is the thread's that has the arena's client.
 
-    device: where the engine's caches are; on a GPU the arena is pinned while this lives."""
+    device: where the engine's caches are; on a GPU the arena is pinned while this lives. stagings: how many extents there are; None:
+    one for each range, which has room for raw blocks. Else ranges have room for encoded ones."""
 
-    def __init__(self, arena: Arena, codec: PageCodec, geometry: Geometry, extent_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, arena: Arena, codec: PageCodec, geometry: Geometry, extent_blocks: int, device: torch.device, stagings: int | None = None
+    ) -> None:
         assert ENCODE_ITEM_BYTES == 32 and DECODE_ITEM_BYTES == 24
         self.arena, self.codec, self.geometry, self.device = arena, codec, geometry, device
-        self.extent_blocks = extent_blocks
-        self.extent_bytes = extent_blocks * geometry.raw_block_bytes
-        self.count = arena.nbytes // self.extent_bytes
+        self.extent_blocks, self.apart = extent_blocks, stagings is not None
         with torch.inference_mode(False):
             pages = torch.arange(extent_blocks * geometry.layers)
             self.page_layer, self.page_block = pages % geometry.layers, pages // geometry.layers
@@ -248,6 +318,15 @@ class Extents:
             self.raw_stride = torch.tensor(_aligned(geometry.raw_page_bytes))
             self.encoded_bytes = torch.tensor(codec.page_bytes)
             self.encoded_stride = torch.tensor([_aligned(size) for size in codec.page_bytes])
+        # Of a block: its pages' forms, and what it takes. Raw pages end at multiples of PAGE_ALIGN.
+        self._forms = bytes(codec.raw_layers or [False] * geometry.layers)
+        self._block_bytes = sum(
+            geometry.raw_page_bytes if raw else _aligned(size) for raw, size in zip(self._forms, codec.page_bytes)
+        )
+        raw_bytes = extent_blocks * geometry.raw_block_bytes
+        self.range_bytes = raw_bytes if stagings is None else min(raw_bytes, self.encoded_bytes_of(extent_blocks, 1))
+        count = arena.nbytes // self.range_bytes
+        self.stagings = count if stagings is None else min(stagings, count)
         self._pinned = False
         self._lock = threading.Lock()
         if device.type == "cuda":
@@ -256,7 +335,14 @@ class Extents:
             self._pinned = int(failed) == 0
             if not self._pinned:
                 warnings.warn("staging could not be pinned: copies between GPU and host will wait for one another")
-        self._free = [Extent(self, place) for place in range(self.count)]
+        ranges = [Range(self, place) for place in range(count)]
+        self._free = [Extent(self, staging, ranges[staging]) for staging in range(self.stagings)]
+        # Those that no extent has. What is given back last is taken first: caches may still have it.
+        self._ranges: list[Range] | None = None
+        if stagings is not None:
+            self._ranges = ranges
+            for extent in self._free:
+                extent._room = None
 
     @property
     def pinned(self) -> bool:
@@ -264,7 +350,24 @@ class Extents:
 
     def take(self) -> Extent | None:
         with self._lock:
-            return self._free.pop() if self._free else None
+            if not self._free or self._ranges == []:
+                return None
+            extent = self._free.pop()
+            if self._ranges is not None:
+                extent._room = self._ranges.pop()
+            return extent
+
+    def forms(self, count: int, sinks: int) -> bytes:
+        """Of the pages of so many blocks, the first of which begin with sinks."""
+        layers = self.geometry.layers
+        kept = b"\0" if self.codec.identity else b"\1"
+        return kept * (sinks * layers) + self._forms * (count - sinks)
+
+    def encoded_bytes_of(self, count: int, sinks: int) -> int:
+        """What they take of a range."""
+        if self.codec.identity:
+            return count * self.geometry.raw_block_bytes
+        return sinks * self.geometry.raw_block_bytes + (count - sinks) * self._block_bytes
 
     def layout(self, forms: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Where pages of these forms begin in a range, and its size."""
@@ -277,9 +380,25 @@ class Extents:
         encoded = self.encoded_bytes[self.page_layer[: len(forms)]]
         return torch.where(forms, torch.tensor(self.geometry.raw_page_bytes), encoded)
 
+    def _detach(self, extent: Extent) -> Range | Extent:
+        if self._ranges is None:
+            return extent
+        with self._lock:
+            room, extent._room = extent._held(), None
+            self._free.append(extent)
+        return room
+
     def _give_back(self, extent: Extent) -> None:
         with self._lock:
+            if self._ranges is not None:
+                self._ranges.append(extent._held())
+                extent._room = None
             self._free.append(extent)
+
+    def _give_back_range(self, room: Range) -> None:
+        with self._lock:
+            assert self._ranges is not None
+            self._ranges.append(room)
 
     def close(self) -> None:
         """Before the arena goes. No extent is in use by a GPU."""
@@ -289,4 +408,4 @@ class Extents:
                 torch.cuda.cudart().cudaHostUnregister(self.arena.address)
 
 
-__all__ = ["Extent", "Extents", "Geometry"]
+__all__ = ["Extent", "Extents", "Geometry", "Piece", "Range"]

@@ -142,8 +142,9 @@ class WorkerTest(DaemonTestCase):
 
         setattr(saver, method, told)
         taken = rank.indices(ids)
-        rank.store("a", hashes, ids, rows)
-        self.assertTrue(begun.wait(DEADLINE_S))
+        with unittest.mock.patch.object(kvmanager.vllm.jobs, "_FIRST_BLOCKS", 8):  # all at once
+            rank.store("a", hashes, ids, rows)
+            self.assertTrue(begun.wait(DEADLINE_S))
         rank.step(StepPlan(preempted=True), lambda layer: rank.spoil(taken))
         rank.settle()
         self.assertEqual(8, self.published())
@@ -389,6 +390,40 @@ class WorkerTest(DaemonTestCase):
                     self.assert_bytes(target, there, rows, layers=(1,))
                 print(f"{codec}: relative error of K {errors[0][0]:.4f}, of V {errors[0][1]:.4f}", flush=True)
 
+    def test_pages_that_the_codec_declines_are_stored_raw_in_pieces_that_fit(self) -> None:
+        """As on a GPU, where what is written to the daemon at once has room for encoded blocks."""
+        with unittest.mock.patch.object(kvmanager.vllm.worker.WorkerHalf, "_encodes_apart", lambda half, codec: True):
+            source = self.rank(codec="hack:k_bits=2,v_bits=2", block_tokens=64, dtype=torch.bfloat16)
+        target = self.rank(codec="hack:k_bits=2,v_bits=2", block_tokens=64, dtype=torch.bfloat16)
+        rows, hashes, written = random_rows(29, 23, 64, torch.bfloat16), hashes_of(29, 23), []
+        declined = [3, 4, 5, 8, 9, 10, 11, 12, 17]
+        rows[1:, declined] = 1e38
+        write = kvmanager.Cache.write_blocks_async
+
+        def noted(cache, names, raw, pages, first):
+            written.append((first, len(names), pages.nbytes))
+            return write(cache, names, raw, pages, first)
+
+        with unittest.mock.patch.object(kvmanager.Cache, "write_blocks_async", noted):
+            source.store("a", hashes, list(range(10, 33)), rows)
+            source.settle()
+        self.assertEqual(23 * 64, source.stats["stored_tokens"])
+        self.assertEqual(list(range(23)), [each for first, count, _ in written for each in range(first, first + count)])
+        extents, fitting = source.half.stores, -(-23 // source.half.stores.extent_blocks)
+        self.assertEqual(2, extents.stagings)
+        self.assertGreater(len(written), fitting)
+        self.assertLessEqual(max(nbytes for *_, nbytes in written), extents.range_bytes)
+        there = list(range(40, 17, -1))
+        self.assertEqual(set(), target.load("b", hashes, (there,)))
+        stayed = [there[each] for each in declined]
+        for layer in (1, 2):
+            self.assert_bytes(target, stayed, rows[:, declined], layers=(layer,))
+        others = [each for each in range(1, 23) if each not in declined]  # block 0 is a sink
+        got = torch.stack([target.read(layer, [there[each] for each in others]) for layer in range(LAYERS)])
+        error = float((got - rows[:, others]).float().square().mean().sqrt())
+        self.assertTrue(0 < error < 0.7, error)
+        self.assertEqual(2, sum(1 for _ in iter(extents.take, None)))  # all were given back
+
     def test_loads_read_the_daemons_memory_and_the_daemon_copies_nothing(self) -> None:
         for codec in ("raw", "hack:k_bits=4,v_bits=3"):
             with self.subTest(codec=codec), Daemon(host_pool="256MiB", flags=self.flags) as daemon:
@@ -472,22 +507,24 @@ class WorkerTest(DaemonTestCase):
             mapped.append((first, len(names)))
             return map_blocks(cache, names, pages, first, device)
 
-        few = unittest.mock.patch.object(kvmanager.vllm.jobs, "MAPPED_PAGES_MAX", 4 * LAYERS)
+        few = unittest.mock.patch.object(kvmanager.vllm.mapped_load, "_BEHIND_PAGES", 4 * LAYERS)
         maps = unittest.mock.patch.object(kvmanager.Cache, "map_blocks_async", noted)
         with few, maps:
-            job = kvmanager.vllm.jobs.StoreJob(rank.half, Store("a", "", 0, hashes_of(28, 12), 2, (list(range(3, 13)),)))
 
             class Maps:
                 def run(self, session) -> None:
                     cache = session.cache(("", 0))
-                    job._map(cache, cache.external_names(job.store.hashes))
+                    behind = kvmanager.vllm.mapped_load.MapBehind(rank.half, cache, cache.external_names(hashes_of(28, 25)))
+                    for first, count in ((2, 3), (5, 2), (7, 5), (20, 1), (21, 1)):  # others were not stored
+                        behind.stored(first, count)
+                    behind.end()
 
                 def fail(self, error) -> None:
                     mapped.append(error)
 
             self.assertTrue(rank.half.link.submit(Maps()))
             self.assertTrue(rank.half.link.settle(DEADLINE_S))
-        self.assertEqual([(2, 4), (6, 4), (10, 2)], mapped)
+        self.assertEqual([(2, 4), (6, 4), (10, 2), (20, 2)], mapped)
 
     def test_a_step_that_computes_nothing_waits_a_moment_for_loads(self) -> None:
         rank = self.rank()

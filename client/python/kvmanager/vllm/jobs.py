@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from .._link import Session
-from ..cache import BlockNames, Cache
+from ..cache import BlockNames, BlocksWritten, Cache
 from ..errors import (
     DeadlineExceededError,
     Error,
@@ -24,8 +25,9 @@ from ..errors import (
     UnimplementedError,
 )
 from ..paged import Fence
-from ..stored import Extent
-from .mapped_load import MAPPED_PAGES_MAX, MappedLoad
+from ..pending import Pending
+from ..stored import Extent, Range
+from .mapped_load import MapBehind, MappedLoad
 from .messages import Finish, Load, Store
 from .retention import Retention, retain
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from .worker import WorkerHalf
 
 _HAND_OFF_MS = 30000
+_WRITES = 3  # calls that write blocks at once: the daemon copies on many cores, and a call alone leaves them idle between two
+_FIRST_BLOCKS = 4  # of a store, so that the first copies begin soon, and of its last, so that little is left behind them
 
 
 class Stored:
@@ -44,6 +48,17 @@ class Stored:
         self.encodes = False
         self.failed = False  # not all was copied: it is not written
         self.done = Fence()  # the range is filled
+
+
+@dataclasses.dataclass
+class Writing:
+    """Blocks that the daemon was given, and takes out of a range."""
+
+    room: Range | Extent | None  # to be closed then
+    first: int  # of its sequence
+    count: int
+    nbytes: int
+    call: Pending[BlocksWritten]
 
 
 class StoreJob:
@@ -63,6 +78,8 @@ class StoreJob:
         self._begun_fences: collections.deque[Fence] = collections.deque()  # that may not have passed; asking takes time
         self._spoilt = ""  # why not all copies were begun, or will be
         self._held = False  # the stream of saves is behind `after`
+        self._size = _FIRST_BLOCKS  # of what is copied next, at most; on a GPU
+        self._behind: MapBehind | None = None
         self._began = time.monotonic()
 
     def begin(self, at_once: bool = False) -> bool:
@@ -79,7 +96,7 @@ class StoreJob:
             if extent is None:
                 return False
             begin = self._next
-            end = min(begin + extent.blocks, self._count)
+            end = begin + self._blocks(extent, begin)
             while end > begin + 1 and not all(all(group[begin:end]) for group in store.block_ids):
                 end -= 1
             part = Stored(extent, store.first + begin, end - begin)
@@ -93,16 +110,24 @@ class StoreJob:
                         half.copies.hold_saves(self.after)
                     part.encodes = True
                     half.paged.save(extent, part.count, part.first, ids)
-                    part.done = half.copies.saved()
-                    part.fences.append(part.done)
+                    part.done = half.copies.sent()
+                    part.fences.append(half.copies.saved())
                 else:
                     part.fences += half.copies.save_blocks(extent.raw, part.count, ids, self.after)
             except (RuntimeError, Error) as error:  # a GPU without memory for the copy, for example
                 self._spoilt = f"{type(error).__name__}: {error}"
-                part.fences.append(half.copies.saved())
+                part.fences += half.copies.saved(), half.copies.sent()
                 part.failed, self._next = True, begin
             self._begun_fences.extend(part.fences)
         return not part.failed
+
+    def _blocks(self, extent: Extent, begin: int) -> int:
+        """How many are copied at once, from block `begin` of the store on."""
+        left = self._count - begin
+        if self._half.paged is not None:
+            size, self._size = self._size, min(2 * self._size, extent.blocks)
+            left = min(left, size) if left > size or left <= 2 * _FIRST_BLOCKS else left // 2
+        return extent.fits(self.store.first + begin, left)
 
     def skip(self, blocks: int) -> None:
         """The daemon has the blocks before `blocks` of the request."""
@@ -137,13 +162,16 @@ class StoreJob:
     def run(self, session: Session) -> None:
         half, store = self._half, self.store
         cache = session.cache((store.tenant, half.facts.rank))
-        names = cache.external_names(store.hashes)
         filling: collections.deque[Stored] = collections.deque()
-        writing: collections.deque[tuple] = collections.deque()  # (part, bytes, the call)
+        writing: collections.deque[Writing] = collections.deque()
         try:
-            self.skip(cache.match([names])[0].hit_blocks)
+            there = self._skip_present(cache)
+            part = self._next_part()
+            names = cache.external_names(store.hashes)  # takes a while: the first copies are under way
+            if half.copies.cuda and half.maps:
+                self._behind = MapBehind(half, cache, names)
+                self._behind.stored(store.first, there)
             while True:
-                part = self._next_part()
                 if part is not None:
                     if not part.encodes:
                         self._encode(part)
@@ -151,13 +179,14 @@ class StoreJob:
                     half.link.run_urgent(session)
                 # One is copied while the one before is written.
                 if filling and (part is None or len(filling) > 1):
-                    writing.append(self._write(cache, names, filling.popleft()))
+                    self._write(cache, names, filling.popleft(), writing)
                 elif writing and part is None:
-                    self._written(*writing.popleft())
+                    self._written(writing.popleft())
                 elif part is None:
                     break
-                if len(writing) > 1:
-                    self._written(*writing.popleft())
+                if len(writing) > _WRITES:
+                    self._written(writing.popleft())
+                part = self._next_part()
         except Error as error:
             self._end(writing, error)
             raise
@@ -175,20 +204,18 @@ class StoreJob:
             self._unstored("preempted" if "taken" in self._spoilt else "failed", left)
             half.count("stores_dropped")
         half.observe("store_seconds", time.monotonic() - self._began)
-        if half.copies.cuda and half.maps:
-            self._map(cache, names)
+        if self._behind is not None:
+            self._behind.end()
 
-    def _map(self, cache: Cache, names: BlockNames) -> None:
-        """Maps and pins the memory that the blocks lie in, so that the first load does not have to wait for it."""
-        end, most = self.store.first + self._count, max(1, MAPPED_PAGES_MAX // self._half.geometry.layers)
-        try:
-            for first in range(self.store.first, end, most):
-                theirs = names[first : min(first + most, end)]
-                cache.map_blocks_async(theirs, None, first, self._half.copies.index).wait().close()
-        except (FailedPreconditionError, UnimplementedError) as error:
-            self._half.stop_mapping(error)
-        except ResourceExhaustedError:
-            pass  # the load says so, and is copied
+    def _skip_present(self, cache: Cache) -> int:
+        """Leaves out what the daemon has: of the store's blocks so many."""
+        hashes, first = self.store.hashes, self.store.first
+        # It has a block only with those before it: mostly it lacks the first, and the others need not be named for that.
+        hit = cache.match([cache.external_names(hashes[: first + 1])])[0].hit_blocks
+        if hit > first:
+            hit = cache.match([cache.external_names(hashes)])[0].hit_blocks
+        self.skip(hit)
+        return min(max(hit - first, 0), self._count)
 
     def _next_part(self) -> Stored | None:
         """The oldest whose copies were begun and that is not encoded, or else the next."""
@@ -212,52 +239,61 @@ class StoreJob:
                 fence.wait()
             part.extent.encode(part.count, part.first)
 
-    def _write(self, cache: Cache, names: BlockNames, part: Stored) -> tuple:
+    def _write(self, cache: Cache, names: BlockNames, part: Stored, writing: collections.deque[Writing]) -> None:
         part.done.wait()
-        forms, pages = part.extent.encoded()
-        theirs = names[part.first : part.first + part.count]
-        call = cache.write_blocks_async(theirs, forms, pages, part.first)
+        pieces = part.extent.encoded()
+        for number, piece in enumerate(pieces):
+            while number > 0 and writing:  # what is in the extent's range
+                self._written(writing.popleft())
+            first = part.first + piece.first
+            theirs = names[first : first + piece.count]
+            call = cache.write_blocks_async(theirs, piece.forms, part.extent.bring(piece), first)
+            writing.append(Writing(None, first, piece.count, piece.nbytes, call))
         with self._lock:
             self._begun.remove(part)
-        return part, pages.nbytes, call
+        writing[-1].room = part.extent.detach()
 
-    def _written(self, part: Stored, nbytes: int, call) -> None:
-        half, tokens = self._half, part.count * self._half.facts.block_tokens
+    def _written(self, writing: Writing) -> None:
+        half, count = self._half, writing.count
         try:
-            written = call.wait()
+            written = writing.call.wait()
         except ResourceExhaustedError as error:
-            self._unstored("full", part.count)
+            self._unstored("full", count)
             half.count("stores_dropped")
             half.log("the daemon has no room: raise its --host-pool-bytes, or what --tenants allows", error)
         except Error:
-            self._unstored("failed", part.count)
+            self._unstored("failed", count)
             raise
         else:
             half.count("stored_tokens", written.written * half.facts.block_tokens)
             half.count("stores_present", written.present * half.facts.block_tokens)
             half.count("stored_bytes", written.written * half.block_bytes)
-            half.count("stored_encoded_bytes", nbytes * written.written // max(1, tokens // half.facts.block_tokens))
+            half.count("stored_encoded_bytes", writing.nbytes * written.written // count)
+            if self._behind is not None:
+                self._behind.stored(writing.first, count)
         finally:
-            part.extent.close()
+            if writing.room is not None:
+                writing.room.close()
 
-    def _end(self, writing: collections.deque, error: Error) -> None:
+    def _end(self, writing: collections.deque[Writing], error: Error) -> None:
         """Gives up: nobody writes to the extents any more, nor reads them."""
         with self._lock:
             self._spoilt = self._spoilt or str(error)
             begun, self._begun = list(self._begun), collections.deque()
             lost = self._count - self._next
             self._next = self._count
+        for each in writing:
+            try:
+                each.call.wait()
+            except Error:
+                pass
+            if each.room is not None:
+                each.room.close()
         for part in begun:
             for fence in (*part.fences, part.done):
                 fence.wait()
             part.extent.close()
-        for part, _, call in writing:
-            try:
-                call.wait()
-            except Error:
-                pass
-            part.extent.close()
-        lost += sum(part.count for part in begun) + sum(part.count for part, _, _ in writing)
+        lost += sum(part.count for part in begun) + sum(each.count for each in writing)
         self._unstored("away" if isinstance(error, UnavailableError) else "failed", lost)
 
     def _unstored(self, why: str, blocks: int) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 _EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon, or of one batch of copies
+_STORE_BYTES = 128 << 20  # the same of a store that is encoded on a GPU
 _EXTENTS = 4  # of an arena, at least, where its size allows
 _LOG_S = 5.0
 _IDLE_WAIT_S = 0.002  # of a step without anything to compute, for loads: the engine sleeps a millisecond before the next
@@ -119,15 +120,26 @@ class WorkerHalf:
         codec = PageCodec(cache, self.copies.index, self.settings.calibration_dir)
         made: list[Extents] = []
         try:
-            for _ in range(2):
+            for stores in (False, True):
                 arena = session.client.create_arena(self._extents * self.extent_blocks * self.block_bytes)
-                made.append(Extents(arena, codec, self.geometry, self.extent_blocks, device))
+                if stores and self._encodes_apart(codec):
+                    # Two turns: blocks are encoded while others are copied to the arena. Windows take several at once.
+                    turns = min(self._extents, 4 if self.facts.windowed else 2)
+                    blocks = self._extents * self.extent_blocks // turns
+                    blocks = max(1, min(blocks, _STORE_BYTES // self.block_bytes))
+                    made.append(Extents(arena, codec, self.geometry, blocks, device, stagings=turns))
+                else:
+                    made.append(Extents(arena, codec, self.geometry, self.extent_blocks, device))
             self._begin_session(session, cache, codec, made)
         except BaseException:
             self.loads = self.stores = self.paged = None
             for extents in made:  # pinned
                 extents.close()
             raise
+
+    def _encodes_apart(self, codec: PageCodec) -> bool:
+        """Stores are encoded in memory that is not the arena's, and take less there than raw."""
+        return self.copies.cuda and not codec.identity
 
     def _begin_session(self, session: Session, cache: Cache, codec: PageCodec, made: list[Extents]) -> None:
         session.state["extents"] = made
@@ -172,7 +184,8 @@ class WorkerHalf:
         from ..paged_blocks import PagedBlocks
 
         try:
-            return PagedBlocks(codec, self.copies, self.geometry, CALLS, max(1, MAPPED_PAGES_MAX // self.geometry.layers))
+            blocks = max(1, MAPPED_PAGES_MAX // self.geometry.layers)
+            return PagedBlocks(codec, self.copies, self.geometry, self.stores, CALLS, blocks)
         except (Error, RuntimeError, ValueError) as error:
             self._logger.warning("kvmanager: blocks are copied layer by layer, which takes longer: %s", error)
             return None
@@ -182,6 +195,7 @@ class WorkerHalf:
         for extents in (self.loads, self.stores):
             if extents is not None:
                 self.copies.saved().wait()
+                self.copies.sent().wait()
                 self.copies.fetched().wait()
                 self.copies.loaded().wait()
                 extents.close()
