@@ -229,8 +229,9 @@ KVM_API int kvm_set_paged(kvm_object* codec, const kvm_paged* paged);
  * ones; the same where the codec has one form. Extents of so many blocks take them in turn: `extents` were begun by
  * calls before this one, 0: of another load. ids: [groups][count] of the engine's blocks, 0: not wanted; read when the
  * call returns. list, in pinned host memory, and list_device, on the GPU, both at multiples of 16: 8 * groups + 24 *
- * layers bytes for each of `count`; sums, [count][layers] in pinned host memory, out: what was copied has these XXH3-64. These stay until `load`
- * has passed. fetch, load: streams, of copies from host memory and of what comes behind them. */
+ * layers bytes for each of `count`; sums, [count][layers] in pinned host memory, out: what was copied has these
+ * XXH3-64. These stay until `load` has passed. fetch, load: streams, of copies from host memory and of what comes
+ * behind them. */
 typedef struct {
   void* raw[2];
   void* stored[2];
@@ -252,10 +253,10 @@ KVM_API int kvm_compare_blocks(kvm_object* mapped, uint32_t first, uint32_t coun
 /* Brings blocks of the engine's caches, the first of which is block first_block of its sequence, to `host`, as
  * kvm_write_blocks_async wants them; only begun. raw, stored: a staging as a load's, with room for `count` blocks. They
  * are copied and encoded on `save`, and copied to `host` on `send`, part by part: `part` blocks each. ids:
- * [groups][count], none 0; read when the call returns. list, in pinned host memory, and list_device, on the GPU, both at
- * multiples of 16: 8 * groups + 36 * layers bytes for each of `count`. declined, [count][layers], of pages that are encoded, in their order.
- * In pinned host memory until `send` has passed: host, list, declined. The engine's blocks are read, and raw and stored
- * written, until `save` has passed; stored is read until `send` has. */
+ * [groups][count], none 0; read when the call returns. list, in pinned host memory, and list_device, on the GPU, both
+ * at multiples of 16: 8 * groups + 36 * layers bytes for each of `count`. declined, [count][layers], of pages that are
+ * encoded, in their order. In pinned host memory until `send` has passed: host, list, declined. The engine's blocks are
+ * read, and raw and stored written, until `save` has passed; stored is read until `send` has. */
 typedef struct {
   void* raw;
   void* stored;
