@@ -26,7 +26,7 @@ import kvmanager.vllm.jobs
 import kvmanager.vllm.mapped_load
 import kvmanager.vllm.worker
 from kvmanager.vllm.measured import LoadMeter, LoadTimes
-from kvmanager.vllm.messages import Load, Store
+from kvmanager.vllm.messages import Load
 from kvmanager.vllm.retention import Retention, retention_of
 
 DEADLINE_S = 120
