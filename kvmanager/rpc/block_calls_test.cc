@@ -164,6 +164,13 @@ class BlockCallsTest : public testing::CallsTest {
   const BlockCalls calls_{call_parts_};
 };
 
+TEST(BlockCallsWorkersTest, AQuarterOfTheCpusIsLeftToOthers) {
+  EXPECT_EQ(BlockCalls::WorkersOf(1), 1);
+  EXPECT_EQ(BlockCalls::WorkersOf(3), 3);
+  EXPECT_EQ(BlockCalls::WorkersOf(4), 3);
+  EXPECT_EQ(BlockCalls::WorkersOf(16), 12);
+}
+
 TEST_F(BlockCallsTest, WhatIsWrittenIsRead) {
   Open();
   const Text text = MakeText(8 * kPage);

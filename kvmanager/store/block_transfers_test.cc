@@ -28,8 +28,9 @@ class BlockTransfersTest : public testing::PageStoreTest {
  protected:
   static constexpr uint64_t kAlign = 64;
 
-  CacheId Open(const std::string& codec, int lag_pages = 0) {
-    config_ = MakeConfig(codec, lag_pages);
+  CacheId Open(const std::string& codec, int lag_pages = 0) { return Open(MakeConfig(codec, lag_pages)); }
+  CacheId Open(const CacheConfig& config) {
+    config_ = config;
     test().executor.run_inline = true;
     cache_ = test().Open(config_);
     codec_ = store().caches().codec(cache_);
@@ -280,6 +281,29 @@ TEST_F(BlockTransfersTest, BytesThatAreNoPageAreRefused) {
   const absl::Status status = (*writes)->Put(config_.layers, wrong.data()).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(DetailOf(status).field, "pages[block 1][layer 0].k[head 0][token 0][channel 0]");
+}
+
+TEST_F(BlockTransfersTest, PagesOfAMiBAreWrittenAndCheckedAsSmallOnes) {
+  CacheConfig config = MakeConfig("raw", 0);
+  config.layout.kv_heads = config.query_heads = 64;
+  config.layout.head_dim = 256;
+  Open(config);
+  EXPECT_EQ(config.layout.raw_bytes(), 1u << 20);
+  const Text text = MakeText(2 * kPage);
+  auto writes = Begin(text, 0, 2);
+  ASSERT_TRUE(writes.ok());
+  const auto checksums = Fill(**writes, text, 0);
+  ASSERT_TRUE(checksums.ok());
+  const StoredPage& page = (*writes)->pages()[config_.layers];
+  Bytes wrong(page.data, page.data + page.bytes);
+  wrong[1] = 0x7c;  // infinity, or no number
+  EXPECT_EQ((*writes)->Put(config_.layers, wrong.data()).status().code(), absl::StatusCode::kInvalidArgument);
+  bool raw;
+  EXPECT_EQ(*(*writes)->Put(config_.layers, PageOf(text, 1, 0, &raw).data()), (*checksums)[config_.layers]);
+  EXPECT_EQ(*(*writes)->Commit(*checksums), 2u);
+  const auto reads = Read(text, 0, 2);
+  ASSERT_EQ(reads->blocks(), 2u);
+  for (size_t i = 0; i < reads->pages().size(); ++i) EXPECT_TRUE(reads->Compare(i)) << i;
 }
 
 TEST_F(BlockTransfersTest, ErrorsNameTheFieldAndTheBound) {
