@@ -18,8 +18,8 @@ namespace {
 constexpr uint64_t kAheadShare = 8;
 constexpr int kDemotionsAtOnce = 16;
 constexpr uint64_t kDemotingBytesMax = uint64_t{256} << 20;
-// While a cache has less room than such a share of the pool, blocks of ladders are lowered; their new slots take no
-// more than the other share of it, but for one block. So many are evicted in a call for these slots.
+// Lowered blocks leave such a share of the slabs free. Slots of blocks that are being lowered take no more than the
+// other share of the pool, but for one block. So many are evicted in a call for these slots.
 constexpr uint64_t kLowerAheadShare = 32;
 constexpr uint64_t kLoweringShare = 128;
 constexpr int kLoweringEvictions = 4;
@@ -36,6 +36,15 @@ SlotsOfAll WantedSlots(const Cache& cache, const SlotCounts& counts) {
   }
   if (cache.keeps_activations()) wanted.push_back({cache.activation_slot_bytes, counts.activations});
   return wanted;
+}
+
+// Whole slabs that a payer may still take.
+uint64_t FreeBytesFor(const SlotPool& pool, PayerId payer) {
+  const uint64_t free_bytes = pool.free_slabs() * pool.slab_bytes();
+  const PoolShares::Account* const account = pool.shares().Find(payer);
+  return account == nullptr
+             ? free_bytes
+             : std::min(free_bytes, account->most_bytes - std::min(account->most_bytes, account->charge));
 }
 
 }  // namespace
@@ -110,6 +119,10 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
 }
 
 bool Tier::ReserveFree(const Cache& cache, const SlotCounts& counts, Reservation* out) {
+  // Raw pages need slabs, too: to empty one, much would be evicted.
+  const bool raw_lacks = pool_->free_slots(cache.tenant, cache.raw_slot_bytes) == 0;
+  const uint64_t kept_slabs = std::max<uint64_t>(pool_->slabs() / kLowerAheadShare, raw_lacks ? 1 : 0);
+  if (LacksEncoded(cache, counts) && pool_->free_slabs() <= kept_slabs) return false;
   return pool_->CanAllocate(cache.tenant, WantedSlots(cache, counts)) && Take(cache, counts, out).ok();
 }
 
@@ -229,25 +242,15 @@ Block* Tier::NextToDemote() const {
   return nullptr;
 }
 
-// What the cache's next pages of the first rung can have at once: slots of theirs, and what becomes slots of any size.
-uint64_t Tier::RoomFor(const Cache& cache, uint64_t most) const {
-  const PoolShares::Account* const account = pool_->shares().Find(cache.payer);
-  const uint64_t charge = account == nullptr ? 0 : account->charge;
-  uint64_t room = std::min(pool_->free_slabs() * pool_->slab_bytes(), most - std::min(most, charge));
-  std::array<bool, kSlotClassesMax> counted{};
-  for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
-    const size_t of = cache.slot_class(layer);
-    if (std::exchange(counted[of], true)) continue;
-    room += pool_->free_slots(cache.tenant, cache.encoded_slots.bytes[of]) * cache.encoded_slots.bytes[of];
-  }
-  return room;
-}
-
 Block* Tier::NextToLower(const Cache& taker, bool of_others) const {
   const auto of = [this](PayerId payer) -> Block* {
     const auto ladder = bytes_.ladders.find(payer);
-    if (ladder == bytes_.ladders.end() || !LowersMore(ladder->second.lowerable, ladder->second.all)) return nullptr;
-    return static_cast<Block*>(eviction_->LowerableVictim(payer));
+    if (ladder == bytes_.ladders.end()) return nullptr;
+    // Of what ladders have and may still have. In a full pool it would be too late: lowering blocks here and there
+    // frees slots of the first rung, and no slab for the next.
+    const uint64_t bytes = ladder->second.all + FreeBytesFor(*pool_, payer);
+    return LowersMore(ladder->second.lowerable, bytes) ? static_cast<Block*>(eviction_->LowerableVictim(payer))
+                                                       : nullptr;
   };
   if (Block* const own = of(taker.payer)) return own;
   if (!of_others) return nullptr;
@@ -261,17 +264,12 @@ Block* Tier::NextToLower(const Cache& taker, bool of_others) const {
 
 void Tier::LowerAhead(const Cache& taker) {
   if (bytes_.ladders.empty()) return;
-  const PoolShares::Account* const account = pool_->shares().Find(taker.payer);
   const uint64_t capacity = pool_->capacity_bytes();
-  const uint64_t most = account == nullptr ? capacity : std::min(capacity, account->most_bytes);
-  const uint64_t least = std::max(most / kLowerAheadShare, 2 * pool_->slab_bytes());
+  const uint64_t least = std::max(capacity / kLowerAheadShare, 2 * pool_->slab_bytes());
   int evictions = kLoweringEvictions;
   while (bytes_.lowering <= capacity / kLoweringShare) {
-    // Some more once it has begun, so that whole slabs become free.
-    const uint64_t room = RoomFor(taker, most) + bytes_.lowering;
-    lowers_ahead_ = room < (lowers_ahead_ ? 2 * least : least);
     const bool of_others = pool_->free_slabs() * pool_->slab_bytes() < least;
-    Block* const next = lowers_ahead_ ? NextToLower(taker, of_others) : nullptr;
+    Block* const next = NextToLower(taker, of_others);
     if (next == nullptr) return;
     const Lowering lowering = owner_->Lower(next);
     if (lowering == Lowering::kBegun) continue;

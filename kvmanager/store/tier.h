@@ -143,7 +143,6 @@ class Tier {
   Block* NextToEvict(PayerId payer, const Cache& taker, const SlotCounts& wanted) const;
   Block* NextToDemote() const;
   Block* NextToLower(const Cache& taker, bool of_others) const;
-  uint64_t RoomFor(const Cache& cache, uint64_t most) const;
   bool LacksEncoded(const Cache& cache, const SlotCounts& wanted) const;
   absl::Status Take(const Cache& cache, const SlotCounts& counts, Reservation* out);
   void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
@@ -158,7 +157,6 @@ class Tier {
   TierOwner* const owner_;
   const std::unique_ptr<RetainingEviction> eviction_;
   Bytes bytes_;
-  bool lowers_ahead_ = false;
   std::vector<PageId> reusable_;  // scratch of Collect
   uint64_t retired_ = 0;          // slots ever given to `epochs_`
   uint64_t evicted_until_ = 0;    // of them, up to the last one that was evicted
