@@ -243,10 +243,19 @@ TEST_F(KvctlTest, SimulatesEviction) {
   // A block of hack K3 V2: 512 tokens of 32 layers and 8 heads, at 90 bytes.
   EXPECT_EQ(Ask({"simulate", "--trace", trace, "--codec", "hack:k_bits=3,v_bits=2", "--quiet"})["block_bytes"],
             512 * 32 * 8 * 90);
+  const nlohmann::json ladder = Ask({"simulate", "--trace", trace, "--tier", "host=1GiB", "--quiet", "--codec",
+                                     "ladder=hack:k_bits=4,v_bits=4>hack:k_bits=3,v_bits=2"});
+  EXPECT_EQ(ladder["rung_bytes"], nlohmann::json({512 * 32 * 8 * 138, 512 * 32 * 8 * 90}));
+  EXPECT_EQ(ladder["runs"].size(), 2u);  // lru and cost: the optimum's blocks have one size
+  EXPECT_EQ(ladder["runs"][0]["rungs"].size(), 2u);
+  EXPECT_EQ(Ask({"simulate", "--trace", trace, "--tier", "host=4", "--rung-bytes", "2,1", "--quiet"})["rung_bytes"],
+            nlohmann::json({2, 1}));
   EXPECT_NE(Run({"simulate", "--trace", trace, "--quiet"}).output.find("optimum"), std::string::npos);
   EXPECT_NE(Run({"simulate", "--help"}).output.find("hash_ids"), std::string::npos);
   EXPECT_EQ(Run({"simulate", "--trace", "/nowhere"}).status, 1);
   EXPECT_EQ(Run({"simulate", "--trace", trace, "--tier", "host"}).status, 1);
+  EXPECT_EQ(Run({"simulate", "--trace", trace, "--rung-bytes", "1,2"}).status, 1);
+  EXPECT_EQ(Run({"simulate", "--trace", trace, "--rung-bytes", "2,1", "--block-bytes", "2"}).status, 1);
   EXPECT_EQ(Run({"simulate"}).status, 2);
 }
 

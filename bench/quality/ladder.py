@@ -43,6 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--daemon", required=True, type=pathlib.Path, help="kvmanagerd, which is started once for each way")
     add("--daemon-flag", action="append", default=[], help="for example --daemon-flag=--eviction=lru")
     add("--calibration-dir", default="", help="where artifacts lie that codecs name")
+    add("--revision", default="", help="of the model, that an artifact of `kvctl calibrate --model` wants")
     add("--high", required=True, help="the codec of rung 0")
     add("--low", required=True, help="the codec of rung 1, of fewer bytes")
     add("--ladder", default="", help="the ladder's text (default: ladder=HIGH>LOW)")
@@ -97,7 +98,7 @@ def attach(subject: Subject, address: str, codec: str, options: argparse.Namespa
 
     subject.model.set_attn_implementation("kvmanager")
     return kvt.attach(subject.model, address, codec=codec, lag_pages=options.lag, chunk_tokens=_CHUNK_TOKENS,
-                      deadline_ms=600_000, calibration_dir=options.calibration_dir)
+                      deadline_ms=600_000, calibration_dir=options.calibration_dir, revision=options.revision)
 
 
 def one(subject: Subject, attachment: Any, ids: torch.Tensor, request: Request) -> Outcome:

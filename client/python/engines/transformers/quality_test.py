@@ -366,6 +366,25 @@ class CompareTest(unittest.TestCase):
         self.assertIn("3 of 3 continuations", text, "8 bits lose next to nothing")
         self.assertEqual([f"numbers, {n} tokens" in text for n in (200, 300, 400)], [True] * 3)
 
+    def test_a_ladder_beside_its_rungs(self):
+        svg = self.folder / "ladder.svg"
+        command = [sys.executable, data_path("bench/quality/ladder.py"), "--model", self.folder / "tiny", "--text", self.text,
+                   "--daemon", daemon_program(), "--high", "hack:k_bits=8,v_bits=8", "--low", "hack:k_bits=2,v_bits=2", "--documents",
+                   "3", "--requests", "8", "--tokens", "320", "--answer", "16", "--pool-share", "8", "--threads", "1",
+                   "--json", self.folder / "ladder.json", "--svg", svg]
+        first = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(first.returncode, 0, first.stderr)
+        rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in first.stdout.splitlines() if line.startswith("| ")}
+        self.assertEqual({"way", "---", "high", "ladder", "low"}, set(rows))
+        self.assertEqual(rows["high"][2], rows["ladder"][2], "all fits: nothing is lowered")
+        self.assertEqual(rows["high"][3], rows["ladder"][3])
+        self.assertGreater(abs(float(rows["low"][3].split()[0])), 5 * abs(float(rows["high"][3].split()[0])))
+        self.assertIn("above the line", first.stdout)
+        self.assertIn("<svg", svg.read_text())
+        again = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(again.stdout, first.stdout)
+        self.assertNotIn("requests,", again.stderr, "nothing was measured again")
+
     def test_one_run_and_what_it_goes_on_from(self):
         out = self.folder / "out.json"
         command = [sys.executable, data_path("bench/quality/compare.py"), "--model", self.folder / "tiny", "--text",
