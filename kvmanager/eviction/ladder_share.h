@@ -2,9 +2,9 @@
 //
 // The blocks of a tier have one order, that of its eviction policy. The coldest block that can be lowered
 // (EvictionPolicy::LowerableVictim) is encoded again by the next rung while LowersMore says so; it keeps its place in
-// the order. All other room comes from the policy's victims, which are the coldest, and so on the last rung. Thus the
-// hot share of the bytes is on the first rung and the cold rest below it. The store and `kvctl simulate` both ask here.
-// Pure; any thread.
+// the order. All other room comes from the policy's victims. Thus what the policy would keep longest is on the first
+// rung, but for what was lowered once: that stays below. The store and `kvctl simulate` both ask here. Pure; any
+// thread.
 #pragma once
 
 #include <cstdint>

@@ -128,8 +128,6 @@ void BlockIndex::UnpinEncoded(PageRef ref) {
 
 void BlockIndex::MakeEvictableIfUnused(Block* block) {
   if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs > 0) return;
-  const int rungs = block->cache->rungs();
-  block->can_lower = rungs > 1 && block->CanBeLowered(rungs);
   block->cache->tier->AddEvictable(block);
   ShowEvictable();
 }

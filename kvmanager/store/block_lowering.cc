@@ -35,10 +35,8 @@ struct BlockLowering::Job {
   uint64_t slot_bytes = 0;  // of all slots
 };
 
-Lowering BlockLowering::Lower(Block* block) {
+bool BlockLowering::Lower(Block* block) {
   KV_CHECK(block->evictable && block->can_lower);
-  // The disk takes blocks as they were encoded first.
-  if (!block->kept && parts_.writes_soon()) return Lowering::kNotNow;
   const std::shared_ptr<Cache> cache = block->cache;
   auto job = std::make_shared<Job>();
   job->block = block;
@@ -52,7 +50,7 @@ Lowering BlockLowering::Lower(Block* block) {
   }
   Tier& tier = *cache->tier;
   Reservation slots(tier.pool());
-  if (!tier.ReserveFree(*cache, wanted, &slots)) return Lowering::kNoSlots;
+  if (!tier.ReserveFree(*cache, wanted, &slots)) return false;
 
   block->is_lowering = true;
   for (const PageRef& ref : job->pages) {
@@ -99,7 +97,7 @@ Lowering BlockLowering::Lower(Block* block) {
   tier.executor()->Run(std::move(tasks), [this, alive = parts_.alive, job] {
     if (!alive.expired()) End(job);
   });
-  return Lowering::kBegun;
+  return true;
 }
 
 bool BlockLowering::CanSettle(const Job& job) const {

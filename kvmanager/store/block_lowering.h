@@ -9,7 +9,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <list>
 #include <memory>
 
@@ -29,7 +28,6 @@ class BlockLowering {
     CacheTable* caches = nullptr;
     BlockIndex* blocks = nullptr;
     Recovery* recovery = nullptr;
-    std::function<bool()> writes_soon;  // what the disk has not taken yet will be there soon
     std::weak_ptr<const bool> alive;
   };
 
@@ -37,8 +35,14 @@ class BlockLowering {
   BlockLowering(const BlockLowering&) = delete;
   BlockLowering& operator=(const BlockLowering&) = delete;
 
-  /// TierOwner's: begins to lower an evictable block that can be lowered. Not now: the disk takes it first.
-  Lowering Lower(Block* block);
+  /// TierOwner's. has_disk: it takes blocks as they were encoded first, so what it has not is not lowered.
+  static bool CanLower(const Block& block, bool has_disk) {
+    const int rungs = block.cache->rungs();
+    if (rungs == 1 || (has_disk && !block.kept)) return false;
+    return block.CanBeLowered(rungs);
+  }
+  /// TierOwner's.
+  bool Lower(Block* block);
   /// Before blocks of a cache are dropped; nullptr: of all. Drops those that are being lowered, and returns how many.
   uint64_t NotePurge(const CacheDigest* digest);
 

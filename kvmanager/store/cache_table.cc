@@ -85,7 +85,7 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
     return found;
   }
   const int rungs = cache->rungs();
-  if (rungs > 1 && config.device != CacheConfig::kHost) {
+  if (rungs > 1 && cache->tier->lower() != nullptr) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
                       absl::StrCat(CacheConfig::kHost, ", host memory: pages of ladders are read there alone"));
   }

@@ -262,7 +262,9 @@ void DiskWrites::OnGone(const CacheDigest& digest, const BlockKey& key, DiskLoss
   }
   parts_.gone->Add(key, note);
   if (cache == nullptr) return;
-  if (Block* const block = cache->table.FindKey(key)) parts_.host->SetKept(block, false);
+  // A block that was lowered cannot be written again: nothing waits for that.
+  Block* const block = cache->table.FindKey(key);
+  if (block != nullptr && !IsLowered(*block)) parts_.host->SetKept(block, false);
 }
 
 }  // namespace kvmanager

@@ -56,8 +56,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         publications_({metrics, &blocks_, &sequences_, alive_}),
         moves_({metrics, &tiers_, &caches_, &blocks_, &encodes_, &mover_}),
         disk_writes_({disk, metrics, tiers_[0].get(), &caches_, &blocks_, &encodes_, &gone_, alive_}),
-        lowering_({metrics, &caches_, &blocks_, &recovery_,
-                   [this] { return disk_ != nullptr && disk_writes_.WritesSoon(); }, alive_}),
+        lowering_({metrics, &caches_, &blocks_, &recovery_, alive_}),
         disk_loads_({disk, tiers_[0].get(), metrics, &caches_, &blocks_, &encodes_, &mover_, alive_}),
         reads_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &lease_pages_, alive_}),
         appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, this, alive_}),
@@ -197,7 +196,8 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   bool Demote(Block* block) override {
     return block->cache->tier == tiers_[0].get() ? disk_writes_.Demote(block) : moves_.Demote(block);
   }
-  Lowering Lower(Block* block) override { return lowering_.Lower(block); }
+  bool CanLower(const Block& block) const override { return BlockLowering::CanLower(block, disk_ != nullptr); }
+  bool Lower(Block* block) override { return lowering_.Lower(block); }
   absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const override {
     return inspector_.Exhausted(cache, wanted);
   }

@@ -332,6 +332,70 @@ TEST_F(PageStoreLadderTest, TheDiskTakesBlocksAsTheyWereEncodedFirst) {
   CheckAll();
 }
 
+// No slab is left for the lower rung then, and none becomes free by itself.
+TEST_F(PageStoreLadderTest, APoolThatIsFullOfPagesInUseIsLoweredLater) {
+  pool_bytes_ = 16 * kSlabBytes;
+  const CacheId cache = Open();
+  std::vector<SequenceId> held;
+  uint32_t salt = 0;
+  for (;; ++salt) {
+    const SequenceId sequence = Create(cache);
+    held.push_back(sequence);
+    if (!test().AppendAll(cache, sequence, TextOf(salt), 0, kRun * kPage).ok()) break;
+    FinishEncodes();
+    ASSERT_TRUE(store().Publish(sequence, Names(cache, TextOf(salt), kRun)).ok());
+  }
+  EXPECT_EQ(Lowered(), 0);
+  for (const SequenceId sequence : held) store().Drop(sequence);
+  Finish();
+  for (const uint32_t end = salt + 800; salt < end; ++salt) PublishOne(cache, salt);
+  EXPECT_GT(Lowered(), 1000);
+  const double upper = metrics().Rung(0).bytes->Value(), lower = metrics().Rung(1).bytes->Value();
+  EXPECT_GT(lower, (upper + lower) * 0.3);
+  CheckAll();
+}
+
+TEST_F(PageStoreLadderTest, WhatTheDiskHasNotStopsNothingElse) {
+  has_disk_ = true;
+  pool_bytes_ = 16 * kSlabBytes;
+  const CacheId cache = Open();
+  const auto first = PublishOne(cache, 0);
+  // The disk lets one go.
+  disk_.Erase(store().caches().Describe(cache)->digest, first[kRun - 1].key);
+  for (uint32_t salt = 1; salt < 800; ++salt) PublishOne(cache, salt);
+  EXPECT_GT(Lowered(), 1000);
+  CheckAll();
+}
+
+TEST_F(PageStoreLadderTest, APauseOfTheDiskLosesItNothing) {
+  has_disk_ = true;
+  pool_bytes_ = 64 * kSlabBytes;
+  const CacheId cache = Open();
+  disk_.takes = false;
+  constexpr uint32_t kPaused = 500;
+  for (uint32_t salt = 0; salt < kPaused; ++salt) PublishOne(cache, salt);
+  ASSERT_EQ(metrics().evicted_blocks.Value(), 0);
+  EXPECT_EQ(Lowered(), 0);
+  disk_.takes = true;
+  store().long_calls().LookAgain();
+  Finish();
+  EXPECT_EQ(disk_.stored.size(), size_t{kPaused} * kRun);
+  CheckAll();
+}
+
+// Max-min: memory goes from who has more to who has less, and so does precision.
+TEST_F(PageStoreLadderTest, WhoHasLessKeepsItsRung) {
+  pool_bytes_ = 64 * kSlabBytes;
+  const CacheId small = Open("ladder", "a"), hog = Open("fake", "b");
+  for (uint32_t salt = 0; salt < 100; ++salt) PublishOne(small, salt);
+  const double lowered = Lowered();
+  for (uint32_t salt = 0; salt < 3000; ++salt) PublishOne(hog, 1000 + salt);
+  EXPECT_GT(metrics().evicted_blocks.Value(), 0);
+  EXPECT_EQ(Lowered(), lowered);
+  for (uint32_t salt = 0; salt < 100; ++salt) EXPECT_EQ(Hits(small, salt), kRun);
+  CheckAll();
+}
+
 TEST_F(PageStoreLadderTest, OnlyWhatKnowsRungsReadsThem) {
   device_bytes_ = 4 * kSlabBytes;
   const CacheId cache = Open();

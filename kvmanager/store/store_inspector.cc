@@ -291,7 +291,7 @@ void StoreInspector::CheckInvariants() const {
     KV_CHECK(block.rung() < cache.rungs());
     if (block.evictable) {
       tier.evictable_bytes += bytes;
-      KV_CHECK(block.can_lower == (cache.rungs() > 1 && block.CanBeLowered(cache.rungs())));
+      KV_CHECK(block.can_lower == BlockLowering::CanLower(block, parts_.disk != nullptr));
     }
     if (block.evictable && block.HasRungs()) {
       Tier::LadderBytes& ladder = tier.ladders[block.payer];

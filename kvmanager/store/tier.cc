@@ -40,11 +40,11 @@ SlotsOfAll WantedSlots(const Cache& cache, const SlotCounts& counts) {
 
 // Whole slabs that a payer may still take.
 uint64_t FreeBytesFor(const SlotPool& pool, PayerId payer) {
-  const uint64_t free_bytes = pool.free_slabs() * pool.slab_bytes();
-  const PoolShares::Account* const account = pool.shares().Find(payer);
-  return account == nullptr
-             ? free_bytes
-             : std::min(free_bytes, account->most_bytes - std::min(account->most_bytes, account->charge));
+  static const PoolShares::Account kNew;
+  const PoolShares::Account* const found = pool.shares().Find(payer);
+  const PoolShares::Account& account = found == nullptr ? kNew : *found;
+  const uint64_t free_slabs = pool.shares().UsableSlabs(pool.free_slabs(), account, account.charge);
+  return std::min(free_slabs * pool.slab_bytes(), account.most_bytes - std::min(account.most_bytes, account.charge));
 }
 
 }  // namespace
@@ -163,6 +163,7 @@ void Tier::Collect() {
 }
 
 void Tier::AddEvictable(Block* block) {
+  block->can_lower = owner_->CanLower(*block);
   eviction_->Add(block);
   bytes_.evictable += block->bytes;
   if (block->kept) bytes_.kept += block->bytes;
@@ -224,8 +225,8 @@ Block* Tier::NextToEvict(PayerId payer, const Cache& taker, const SlotCounts& wa
     if (upper != nullptr && static_cast<Block*>(upper)->cache.get() == &taker) next = upper;
   }
   const auto waits_for_disk = [&] {
-    return !next->kept && next->retention.priority >= Retention::kOfPolicy && owner_->WritesSoon(*this) &&
-           bytes_.evictable - bytes_.kept <= pool_->capacity_bytes() / kUnkeptShare;
+    return !next->kept && static_cast<Block*>(next)->rung() == 0 && next->retention.priority >= Retention::kOfPolicy &&
+           owner_->WritesSoon(*this) && bytes_.evictable - bytes_.kept <= pool_->capacity_bytes() / kUnkeptShare;
   };
   if (next == nullptr || !waits_for_disk()) return static_cast<Block*>(next);
   Evictable* const kept = eviction_->KeptVictim(payer);
@@ -253,10 +254,11 @@ Block* Tier::NextToLower(const Cache& taker, bool of_others) const {
                                                        : nullptr;
   };
   if (Block* const own = of(taker.payer)) return own;
-  if (!of_others) return nullptr;
-  // Of whoever has most beyond its guarantee first: who would give next.
+  const PoolShares::Account* const account = pool_->shares().Find(taker.payer);
+  if (!of_others || account == nullptr || account->charge >= account->most_bytes) return nullptr;
+  // Of those who have more beyond their guarantees, as NextToGive has it.
   const PoolShares::ByExcess& payers = pool_->shares().by_excess();
-  for (auto each = payers.rbegin(); each != payers.rend(); ++each) {
+  for (auto each = payers.rbegin(); each != payers.rend() && each->first > account->excess(); ++each) {
     if (Block* const next = of(each->second->payer)) return next;
   }
   return nullptr;
@@ -271,12 +273,12 @@ void Tier::LowerAhead(const Cache& taker) {
     const bool of_others = pool_->free_slabs() * pool_->slab_bytes() < least;
     Block* const next = NextToLower(taker, of_others);
     if (next == nullptr) return;
-    const Lowering lowering = owner_->Lower(next);
-    if (lowering == Lowering::kBegun) continue;
-    if (lowering == Lowering::kNotNow || evictions-- == 0) return;
-    // What is colder was lowered before, and has the slots that it needs.
-    Block* const victim = static_cast<Block*>(eviction_->Victim(next->payer));
-    if (victim == nullptr || victim->can_lower) return;
+    if (owner_->Lower(next)) continue;
+    if (evictions-- == 0) return;
+    // What is colder was lowered before, and has the slots that it needs. If nothing was, since the pool became full
+    // of pages in use, some of the first rung goes until there is a slab for the next.
+    Block* const victim = NextToEvict(next->payer, *next->cache, {});
+    if (victim == nullptr || victim->cache != next->cache || (victim->can_lower && bytes_.lowering > 0)) return;
     owner_->Evict(victim, taker);
   }
 }

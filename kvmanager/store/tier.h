@@ -32,8 +32,6 @@ namespace kvmanager {
 
 class Tier;
 
-enum class Lowering : uint8_t { kBegun, kNoSlots, kNotNow };
-
 /// What a tier asks of the store that it belongs to.
 class TierOwner {
  public:
@@ -47,8 +45,10 @@ class TierOwner {
   /// Starts to copy an evictable block there, and counts it (Bytes::demoting). false: it is there (Block::kept), or
   /// it cannot go there.
   virtual bool Demote(Block* block) = 0;
-  /// Starts to encode an evictable block of a ladder again, in fewer bytes.
-  virtual Lowering Lower(Block* block) = 0;
+  /// Whether an evictable block could be encoded again in fewer bytes, by a later rung of its cache's ladder.
+  virtual bool CanLower(const Block& block) const = 0;
+  /// Starts that for a block that could. False: there are no slots for it.
+  virtual bool Lower(Block* block) = 0;
   /// Gives back more of what sequences and leases have left. False: that was all.
   virtual bool GiveBackSome() = 0;
   /// Blocks of an earlier process in `tier` whose cache is not open (Recovery): whether a payer has some, and gives
@@ -93,8 +93,8 @@ class Tier {
   void Free(PageId slot);
   /// Frees the slots that kernels have done with.
   void Collect();
-  /// Slots have been given up, or are being demoted, that only have to be waited for.
-  bool awaits_release() const { return retired_slots() > 0 || bytes_.demoting > 0; }
+  /// Slots have been given up, or are being demoted or lowered, that only have to be waited for.
+  bool awaits_release() const { return retired_slots() > 0 || bytes_.demoting > 0 || bytes_.lowering > 0; }
   uint64_t retired_slots() const { return epochs_ == nullptr ? 0 : epochs_->retired_slots(); }
 
   /// To be told which blocks are found, named, touched and retained; the rest is the tier's.
