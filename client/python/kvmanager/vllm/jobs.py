@@ -187,7 +187,7 @@ class StoreJob:
                 if len(writing) > _WRITES:
                     self._written(writing.popleft())
                 part = self._next_part()
-        except Error as error:
+        except Exception as error:  # a GPU's, too: ranges that the daemon reads are closed behind that
             self._end(writing, error)
             raise
         with self._lock:
@@ -275,7 +275,7 @@ class StoreJob:
             if writing.room is not None:
                 writing.room.close()
 
-    def _end(self, writing: collections.deque[Writing], error: Error) -> None:
+    def _end(self, writing: collections.deque[Writing], error: Exception) -> None:
         """Gives up: nobody writes to the extents any more, nor reads them."""
         with self._lock:
             self._spoilt = self._spoilt or str(error)

@@ -14,7 +14,14 @@ import collections
 from typing import TYPE_CHECKING
 
 from ..cache import BlockNames, BlocksMapped, Cache
-from ..errors import FailedPreconditionError, ResourceExhaustedError, UnimplementedError
+from ..errors import (
+    DeadlineExceededError,
+    Error,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnimplementedError,
+)
 from ..paged import Fence
 from ..pending import Pending
 from ..stored import Extent
@@ -268,6 +275,11 @@ class MapBehind:
             self._half.stop_mapping(error)
         except ResourceExhaustedError:
             self._on = False  # the load says so, and is copied
+        except (DeadlineExceededError, UnavailableError):
+            raise
+        except Error as error:  # the blocks are stored
+            self._on = False
+            self._half.log("memory of a store is not mapped ahead", error)
 
 
 __all__ = ["CALLS", "MAPPED_PAGES_MAX", "MapBehind", "MappedLoad"]
