@@ -28,6 +28,7 @@ using client::CacheOptions;
 constexpr char kUpper[] = "hack:k_bits=8,v_bits=8", kLower[] = "hack:k_bits=4,v_bits=3";
 constexpr int kBlocks = 8, kTexts = 160;
 constexpr uint64_t kPoolBytes = 32 << 20;
+constexpr double kHackError = 0.04;  // of attention that rounds queries, as in integration_test
 
 class LadderTest : public RestartedDaemonTest {
  protected:
@@ -173,7 +174,7 @@ TEST_F(LadderTest, ColdPromptsAreLoweredReadAndKept) {
         }
         // The last token's query: its page is encoded, and is read as a whole.
         ASSERT_OK_AND_ASSIGN(const auto out, AskLayer(*cache, made.sequence->id(), source, layer, tokens - 1));
-        EXPECT_LT(RelativeError(out, Attend(source.shape, source.Q(layer, tokens - 1, 1), k, v)), 1e-2) << text;
+        EXPECT_LT(RelativeError(out, Attend(source.shape, source.Q(layer, tokens - 1, 1), k, v)), kHackError) << text;
       }
     }
     int lower = 0, mixed = 0;

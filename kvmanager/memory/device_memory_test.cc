@@ -310,8 +310,8 @@ TEST_F(DeviceMemoryTest, MoreThanTheDeviceHasIsRefusedAndGivenBack) {
 TEST_F(DeviceMemoryTest, ThePoolIsExhaustedWhereItSaysAndZeroesForTheNextTenant) {
   auto pool = MakePool(2);
   const size_t bytes = 100 << 20;  // 2 to a slab
-  EXPECT_TRUE(pool->CanAllocate(1, bytes, 4));
-  EXPECT_FALSE(pool->CanAllocate(1, bytes, 5));
+  EXPECT_TRUE(pool->CanAllocate(1, {{bytes, 4}}));
+  EXPECT_FALSE(pool->CanAllocate(1, {{bytes, 5}}));
   std::vector<PageId> ids;
   for (int i = 0; i < 4; ++i) {
     const auto id = pool->Allocate(1, bytes);
@@ -348,7 +348,7 @@ TEST_F(DeviceMemoryTest, AnotherProcessReadsAndWritesAnExportedSlab) {
 
   // The tenant's last page goes: the slab stays the importer's to map, so it is nobody else's.
   pool->Free(*id);
-  EXPECT_FALSE(pool->CanAllocate(2, 1024, 1));
+  EXPECT_FALSE(pool->CanAllocate(2, {{1024, 1}}));
   EXPECT_EQ(pool->kept_bytes(), kSlabBytes);
   // Even if the importer is taken for gone too early, what it maps is the old memory.
   pool->ImporterGone(slab);
@@ -409,7 +409,7 @@ TEST_F(DeviceMemoryTest, AProcessKilledUnderALongKernelWritesNothingOnceItIsGone
   pool->Free(*next);
   pool->ImporterGone(0);
   EXPECT_EQ(pool->used_bytes(), 0u);
-  EXPECT_TRUE(pool->CanAllocate(2, kSlabBytes, 1));
+  EXPECT_TRUE(pool->CanAllocate(2, {{kSlabBytes, 1}}));
 }
 
 TEST_F(DeviceMemoryTest, CopiesComeFromMemoryThatIsMappedForReading) {

@@ -42,7 +42,7 @@ TEST(ShownSlabs, AShownSlabStaysItsTenantsUntilNobodyMapsIt) {
   pool->Free(id);
   pool->CheckInvariants();
   EXPECT_EQ(pool->used_bytes(), kMiB + pool->slab_bytes());
-  EXPECT_FALSE(pool->CanAllocate(2, 2 * kMiB, 1));
+  EXPECT_FALSE(pool->CanAllocate(2, {{2 * kMiB, 1}}));
   EXPECT_FALSE(pool->Allocate(2, 2 * kMiB).ok());
   const PageId again = pool->Allocate(1, kMiB).value();
   EXPECT_EQ(pool->shown()->Showable(again)->slab, place->slab);
@@ -321,15 +321,15 @@ TEST(ShownSlabs, ALaterDaemonLeavesWhatIsStillMappedToItsTenant) {
   pool->CheckInvariants();
   EXPECT_EQ(pool->shown()->count(), 2u);
   // One slab is free; nobody gets the one of which nothing was restored, and only its tenant the other.
-  EXPECT_TRUE(pool->CanAllocate(2, 2 * kMiB, 1));
-  EXPECT_FALSE(pool->CanAllocate(2, 2 * kMiB, 2));
-  EXPECT_FALSE(pool->CanAllocate(1, 2 * kMiB, 2));
+  EXPECT_TRUE(pool->CanAllocate(2, {{2 * kMiB, 1}}));
+  EXPECT_FALSE(pool->CanAllocate(2, {{2 * kMiB, 2}}));
+  EXPECT_FALSE(pool->CanAllocate(1, {{2 * kMiB, 2}}));
   of_kept.reset();
   of_gone.reset();
   pool->shown()->TakeBack();
   pool->CheckInvariants();
   EXPECT_EQ(pool->shown()->count(), 0u);
-  EXPECT_TRUE(pool->CanAllocate(2, 2 * kMiB, 2));
+  EXPECT_TRUE(pool->CanAllocate(2, {{2 * kMiB, 2}}));
 }
 
 // Whose they are is not known any more, so they are taken for everybody's.
