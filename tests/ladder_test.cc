@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/exact_attention.h"
 #include "client/client.h"
 #include "codecs/ladder/lower_pages.h"
 #include "codecs/registry.h"
@@ -42,22 +43,11 @@ class LadderTest : public RestartedDaemonTest {
   static Source TextOf(int text) { return {static_cast<uint64_t>(text + 1), Kind::kNormal, Ladder()}; }
 
   using Rows = std::vector<uint8_t>;
-  // K of one layer of the first tokens of a sequence.
-  static std::pair<Rows, Rows> Read(client::Cache& cache, uint64_t sequence, int layer, int tokens) {
-    const CacheOptions& shape = cache.description().options;
-    std::pair<Rows, Rows> rows;
-    rows.first.resize(size_t(tokens) * shape.kv_heads * shape.head_dim * 2);
-    rows.second.resize(rows.first.size());
-    client::StepEntry entry;
-    entry.sequence = sequence;
-    entry.tokens = tokens;
-    client::ReadBatch batch;
-    batch.layer = layer;
-    batch.entries = {&entry, 1};
-    batch.k = client::TensorView::Inline(rows.first.data(), rows.first.size());
-    batch.v = client::TensorView::Inline(rows.second.data(), rows.second.size());
-    EXPECT_OK(cache.Read(batch));
-    return rows;
+  // K and V of a block, `bytes` each.
+  static Rows PageOf(const ModelSequence::Rows& rows, int block, size_t bytes) {
+    Rows page(rows.k.begin() + block * bytes, rows.k.begin() + (block + 1) * bytes);
+    page.insert(page.end(), rows.v.begin() + block * bytes, rows.v.begin() + (block + 1) * bytes);
+    return page;
   }
   // What a page of a text gives back on a rung.
   Rows Expected(const Source& source, int block, int layer, int rung) {
@@ -111,34 +101,28 @@ class LadderTest : public RestartedDaemonTest {
     }
     return rows;
   }
-  // One query behind the text by plain arithmetic over what was read.
-  static std::vector<double> Attend(const CacheOptions& shape, const std::vector<float>& q, const Rows& k,
-                                    const Rows& v) {
-    const int tokens = static_cast<int>(k.size() / 2 / shape.kv_heads / shape.head_dim);
-    const int group = shape.query_heads / shape.kv_heads;
-    std::vector<double> out(size_t(shape.query_heads) * shape.head_dim);
-    const auto at = [&](const Rows& rows, int token, int head, int channel) {
-      uint16_t half;
-      std::memcpy(&half, rows.data() + 2 * ((size_t(token) * shape.kv_heads + head) * shape.head_dim + channel), 2);
-      return double(HalfToFloat(half));
-    };
-    for (int head = 0; head < shape.query_heads; ++head) {
-      std::vector<double> scores(tokens);
-      double sum = 0;
-      for (int t = 0; t < tokens; ++t) {
-        double score = 0;
-        for (int c = 0; c < shape.head_dim; ++c) {
-          score += double(q[size_t(head) * shape.head_dim + c]) * at(k, t, head / group, c);
-        }
-        sum += scores[t] = std::exp(score / std::sqrt(double(shape.head_dim)));
-      }
-      for (int t = 0; t < tokens; ++t) {
-        for (int c = 0; c < shape.head_dim; ++c) {
-          out[size_t(head) * shape.head_dim + c] += scores[t] / sum * at(v, t, head / group, c);
-        }
+  // The query of the last token by plain arithmetic over what was read.
+  std::vector<double> Attend(const Source& source, int layer, const ModelSequence::Rows& rows) {
+    const PageLayout& layout = codec_->layout();
+    std::vector<float> values[2];
+    for (int side = 0; side < 2; ++side) {
+      const Rows& of = side == 0 ? rows.k : rows.v;
+      values[side].resize(of.size() / 2);
+      for (size_t i = 0; i < values[side].size(); ++i) {
+        uint16_t half;
+        std::memcpy(&half, of.data() + 2 * i, 2);
+        values[side][i] = HalfToFloat(half);
       }
     }
-    return out;
+    const uint64_t row = uint64_t{layout.kv_heads} * layout.head_dim;
+    const uint64_t last = values[0].size() / row - 1;
+    const std::vector<float> q = source.Q(layer, last, 1);
+    return ExactAttention(layout, source.shape.query_heads, 1 / std::sqrt(double(layout.head_dim)), last, 1,
+                          {q.begin(), q.end()},
+                          [&](int side, int head, uint64_t position, uint64_t) {
+                            return values[side].data() + position * row + uint64_t(head) * layout.head_dim;
+                          })
+        .out;
   }
 
   const std::string state_ = directory_.path() + "/state";
@@ -162,11 +146,10 @@ TEST_F(LadderTest, ColdPromptsAreLoweredReadAndKept) {
       std::vector<int>& of = rungs[text];
       of.assign(kBlocks, 0);
       for (int layer = 0; layer < source.shape.layers; ++layer) {
-        const auto [k, v] = Read(*cache, made.sequence->id(), layer, tokens);
-        const size_t page = k.size() / kBlocks;
+        ASSERT_OK_AND_ASSIGN(const ModelSequence::Rows rows, ReadLayer(*cache, made.sequence->id(), layer, tokens));
+        const size_t page = rows.k.size() / kBlocks;
         for (int block = 1; block < kBlocks; ++block) {  // the first is a sink
-          Rows got(k.begin() + block * page, k.begin() + (block + 1) * page);
-          got.insert(got.end(), v.begin() + block * page, v.begin() + (block + 1) * page);
+          const Rows got = PageOf(rows, block, page);
           const bool is_lower = got == Expected(source, block, layer, 1);
           EXPECT_TRUE(is_lower || got == Expected(source, block, layer, 0)) << text << " " << block;
           if (layer == 0) of[block] = is_lower;
@@ -174,7 +157,7 @@ TEST_F(LadderTest, ColdPromptsAreLoweredReadAndKept) {
         }
         // The last token's query: its page is encoded, and is read as a whole.
         ASSERT_OK_AND_ASSIGN(const auto out, AskLayer(*cache, made.sequence->id(), source, layer, tokens - 1));
-        EXPECT_LT(RelativeError(out, Attend(source.shape, source.Q(layer, tokens - 1, 1), k, v)), kHackError) << text;
+        EXPECT_LT(RelativeError(out, Attend(source, layer, rows)), kHackError) << text;
       }
     }
     int lower = 0, mixed = 0;
@@ -201,11 +184,11 @@ TEST_F(LadderTest, ColdPromptsAreLoweredReadAndKept) {
     ASSERT_OK_AND_ASSIGN(auto made, cache->CreateSequence(Names(*cache, source, kBlocks)));
     if (made.match.hit_blocks < kBlocks) continue;
     ++found;
-    const auto [k, v] = Read(*cache, made.sequence->id(), 0, kBlocks * kPageTokens);
-    const size_t page = k.size() / kBlocks;
+    ASSERT_OK_AND_ASSIGN(const ModelSequence::Rows rows,
+                         ReadLayer(*cache, made.sequence->id(), 0, kBlocks * kPageTokens));
+    const size_t page = rows.k.size() / kBlocks;
     for (int block = 1; block < kBlocks; ++block) {
-      Rows got(k.begin() + block * page, k.begin() + (block + 1) * page);
-      got.insert(got.end(), v.begin() + block * page, v.begin() + (block + 1) * page);
+      const Rows got = PageOf(rows, block, page);
       EXPECT_TRUE(got == Expected(source, block, 0, of[block])) << text << " " << block;
     }
   }
