@@ -86,7 +86,7 @@ class Tier {
   /// if what was evicted or is being demoted has to be waited for. A request that is refused evicts nothing more than
   /// that.
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
-  /// The same if they are free: nothing is evicted. False: they are not, and none is taken.
+  /// The same if they are free and leave slabs for raw pages: nothing is evicted. False: none is taken.
   bool ReserveFree(const Cache& cache, const SlotCounts& wanted, Reservation* out);
   /// Whether evicting what its payer may take would make room for all of `wanted`.
   bool CanReserve(const Cache& cache, const SlotCounts& wanted) const;
@@ -114,8 +114,9 @@ class Tier {
   /// Demotes what would go next, while little room can be had at once: a few blocks in each call. is_late: whatever
   /// room there is, since one was lost that the lower tier has not: slots of one size may be short alone.
   void DemoteAhead(bool is_late = false);
-  /// Lowers what would go next of ladders while `taker`, which has just taken slots, has little room for more: a few
-  /// blocks in each call. Evicts blocks that were lowered for the slots that this takes.
+  /// `taker` has just taken slots: lowers what would go next of its payer's ladders, or while few slabs are free of
+  /// those who have more, as far as LowersMore says, a few blocks in each call. For the slots that this takes, evicts
+  /// what was lowered before, or if nothing was, a little of the first rung.
   void LowerAhead(const Cache& taker);
 
   /// Of a payer, evictable blocks that were lowered or can be.
