@@ -75,7 +75,6 @@ class BlockDiskImpl final : public BlockDisk {
   }
 
   bool loaded() const override { return loaded_; }
-
   const DiskBlock* Find(const CacheDigest& cache, const BlockKey& key) const override {
     const DiskEntry* const entry = index_.Find(cache, key);
     if (entry == nullptr || failed_reads_.Has({cache, key}, clock_->NowNs())) return nullptr;
@@ -83,7 +82,6 @@ class BlockDiskImpl final : public BlockDisk {
   }
 
   void NoteUse(const CacheDigest& cache, absl::Span<const BlockName> names) override { index_.NoteUse(cache, names); }
-
   uint64_t Retain(const CacheDigest& cache, const BlockKey& key, const Retention& retention) override {
     return index_.Retain(cache, key, retention);
   }
@@ -210,6 +208,7 @@ class BlockDiskImpl final : public BlockDisk {
     return before - index_.blocks();
   }
 
+  void WhenErased(absl::AnyInvocable<void(absl::Status)> done) override { committer_->Notify(std::move(done)); }
   void OnGone(std::function<void(const CacheDigest&, const BlockKey&, DiskLoss)> fn) override {
     on_gone_ = std::move(fn);
   }
@@ -328,6 +327,7 @@ class BlockDiskImpl final : public BlockDisk {
     for (const SegmentPlace& place : results.unpunched) space_.Stays(place);
     if (!results.error.ok()) NoteError(results.failed_at, results.error);
     if (!goes_on) EndSomeWrites();
+    for (auto& notify : results.notified) notify();
   }
 
   // In pieces: small records are tens of thousands together.

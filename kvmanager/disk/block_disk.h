@@ -124,6 +124,9 @@ class BlockDisk {
   /// All of a cache, or all; also those on their way. Returns how many were found.
   virtual uint64_t EraseCache(const CacheDigest& cache) = 0;
   virtual uint64_t EraseAll() = 0;
+  /// done: once what was erased before this call is so after a crash too. Errors: UNAVAILABLE (the index refuses: it is
+  /// tried again later).
+  virtual void WhenErased(absl::AnyInvocable<void(absl::Status)> done) = 0;
   /// fn is called when a block is found no more: of one that a Write evicts, during that call.
   virtual void OnGone(std::function<void(const CacheDigest& cache, const BlockKey& key, DiskLoss loss)> fn) = 0;
 

@@ -29,7 +29,7 @@ constexpr int kRounds = 25;
 #endif
 
 struct Said {
-  char what;  // 'd': durable; 'e': is going to be erased
+  char what;  // 'd': durable; 'e': is going to be erased; 'g': was erased durably
   int number;
 };
 void Say(char what, int number) {
@@ -66,6 +66,10 @@ int Child(const std::string& directory, int first, bool threads) {
       const TestBlock gone = BlockOf(durable[at]);
       Say('e', durable[at]);
       disk->Erase(gone.record.cache, gone.record.name.key);
+      disk->WhenErased([erased = durable[at]](const absl::Status& status) {
+        KV_CHECK(status.ok());
+        Say('g', erased);
+      });
       durable.erase(durable.begin() + static_cast<std::ptrdiff_t>(at));
     }
     KV_CHECK(loop.RunUntil([&] { return on_way < 30; }));
@@ -82,7 +86,7 @@ TEST(BlockDiskCrashTest, WhatWasReportedIsThere) {
   BlockDisk::Options options;
   options.directory = folder.path() + "/d";
   options.bytes = uint64_t{4} << 30;
-  std::set<int> there, erased;
+  std::set<int> there, erased, gone;
   for (int round = 0; round < kRounds; ++round) {
     int pipe_fds[2];
     ASSERT_EQ(pipe2(pipe_fds, O_CLOEXEC), 0);
@@ -100,6 +104,7 @@ TEST(BlockDiskCrashTest, WhatWasReportedIsThere) {
         there.erase(said.number);
         erased.insert(said.number);
       }
+      if (said.what == 'g') gone.insert(said.number);
       if (--reports == 0) kill(child->pid(), SIGKILL);
     }
     close(pipe_fds[0]);
@@ -115,10 +120,13 @@ TEST(BlockDiskCrashTest, WhatWasReportedIsThere) {
     }
     for (const int number : erased) {
       const absl::Status read = disk.Read(BlockOf(number));
-      ASSERT_TRUE(read.ok() || absl::IsNotFound(read)) << "round " << round << ", " << number << ": " << read;
+      ASSERT_TRUE((read.ok() && !gone.contains(number)) || absl::IsNotFound(read))
+          << "round " << round << ", " << number << ": " << read;
     }
   }
-  std::printf("%zu blocks in %d rounds\n", there.size(), kRounds);
+  std::printf("%zu blocks, %zu of %zu erased durably in %d rounds\n", there.size(), gone.size(), erased.size(),
+              kRounds);
+  EXPECT_FALSE(gone.empty());
 }
 
 }  // namespace

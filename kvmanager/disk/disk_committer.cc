@@ -56,6 +56,10 @@ void DiskCommitter::DeletePrefix(std::string prefix) { Add({.kind = Kind::kDelet
 void DiskCommitter::Punch(const SegmentPlace& place) { Add({.kind = Kind::kPunch, .place = place}); }
 void DiskCommitter::Unlink(uint32_t segment) { Add({.kind = Kind::kUnlink, .place = {segment, 0, 0}}); }
 
+void DiskCommitter::Notify(absl::AnyInvocable<void(absl::Status)> done) {
+  Add({.kind = Kind::kNotify, .done = std::move(done)});
+}
+
 void DiskCommitter::TryAgain() {
   {
     MutexLock lock(mutex_);
@@ -133,10 +137,18 @@ void DiskCommitter::Commit(std::vector<Op> ops) {
         break;
       case Kind::kPunch:
       case Kind::kUnlink:
+      case Kind::kNotify:
         break;
     }
   }
   const absl::Status status = any ? parts_.db->Commit() : absl::OkStatus();
+  for (Op& op : all) {
+    if (op.kind != Kind::kNotify) continue;
+    results.notified.push_back([done = std::move(op.done), removed = status.ok()]() mutable {
+      done(removed ? absl::OkStatus() : absl::UnavailableError("the disk's index refuses: it is tried again"));
+    });
+  }
+  std::erase_if(all, [](const Op& op) { return op.kind == Kind::kNotify; });
   // A status of each one's own: they go to another thread, and ThreadSanitizer does not know of Abseil's counts.
   for (Op& op : all) {
     if (op.kind != Kind::kPut) continue;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/disk/disk_jobs.h"
@@ -39,6 +40,7 @@ class DiskCommitter {
     std::vector<SegmentPlace> unpunched;  // the file system cannot give them back
     absl::Status error;                   // of something else than these writes
     const char* failed_at = "";
+    std::vector<absl::AnyInvocable<void()>> notified;  // Notify's, with what came of it
   };
   struct Parts {
     SegmentFiles* files = nullptr;  // these outlive it
@@ -57,16 +59,19 @@ class DiskCommitter {
   void DeletePrefix(std::string prefix);
   void Punch(const SegmentPlace& place);
   void Unlink(uint32_t segment);
+  /// Hands `done` to on_results once what was added before was tried.
+  void Notify(absl::AnyInvocable<void(absl::Status)> done);
   /// Tries once more what has failed.
   void TryAgain();
 
  private:
-  enum class Kind : uint8_t { kPut, kDelete, kDeletePrefix, kPunch, kUnlink };
+  enum class Kind : uint8_t { kPut, kDelete, kDeletePrefix, kPunch, kUnlink, kNotify };
   struct Op {
     Kind kind = Kind::kPut;
-    std::string key;                // of kDelete, kDeletePrefix
-    std::shared_ptr<WriteJob> job;  // of kPut
-    SegmentPlace place;             // of kPunch, kUnlink
+    std::string key;                              // of kDelete, kDeletePrefix
+    std::shared_ptr<WriteJob> job;                // of kPut
+    SegmentPlace place;                           // of kPunch, kUnlink
+    absl::AnyInvocable<void(absl::Status)> done;  // of kNotify
   };
 
   void Add(Op op);

@@ -255,12 +255,22 @@ class AdminService final : public api::Admin::Server {
       const CacheId cache = context.getParams().getCacheId();
       // Behind what was let go of before, which is held until its turn (disposals.h).
       return parts_.long_calls->Next()
-          .then([this, context, all, cache]() mutable {
+          .then([this, context, all, cache]() mutable -> kj::Promise<void> {
             CacheDirectory& caches = parts_.store->caches();
             const absl::StatusOr<uint64_t> blocks = all ? caches.PurgeAll() : caches.Purge(cache);
-            if (!blocks.ok()) return ServeError(*session_, Method::kPurge, blocks.status(), context);
+            if (!blocks.ok()) {
+              ServeError(*session_, Method::kPurge, blocks.status(), context);
+              return kj::READY_NOW;
+            }
             spdlog::info("\"{}\" purged {} published blocks", session_->name(), *blocks);
             context.getResults().setBlocks(*blocks);
+            auto purged = kj::newPromiseAndFulfiller<absl::Status>();
+            caches.WhenPurged([fulfiller = kj::mv(purged.fulfiller)](absl::Status status) mutable {
+              fulfiller->fulfill(std::move(status));
+            });
+            return purged.promise.then([this, context](absl::Status status) mutable {
+              if (!status.ok()) ServeError(*session_, Method::kPurge, status, context);
+            });
           })
           .attach(thisCap());
     });

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -122,6 +123,9 @@ class CacheDirectory {
   /// caches that are then empty and have no sequence. Returns the number of blocks, each counted wherever it was.
   virtual absl::StatusOr<uint64_t> Purge(CacheId cache) = 0;
   virtual uint64_t PurgeAll() = 0;
+  /// done: once what was purged before this call is gone after a crash too. Errors: UNAVAILABLE (the disk refuses: it
+  /// is tried again later).
+  virtual void WhenPurged(absl::AnyInvocable<void(absl::Status)> done) = 0;
 };
 
 }  // namespace kvmanager

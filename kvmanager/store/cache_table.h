@@ -12,6 +12,7 @@
 
 #include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/owner_counts.h"
 #include "kvmanager/disk/block_disk.h"
@@ -92,6 +93,10 @@ class CacheTable final : public CacheDirectory {
   // For whom it is a CacheDirectory alone.
   absl::StatusOr<std::unique_ptr<SlabBinding>> BeginBind(CacheId cache, uint64_t bytes) override;
   absl::StatusOr<ShownSlab> ShowSlab(CacheId cache, uint32_t slab) override;
+  void WhenPurged(absl::AnyInvocable<void(absl::Status)> done) override {
+    if (parts_.disk == nullptr) return done(absl::OkStatus());
+    parts_.disk->WhenErased(std::move(done));
+  }
 
   /// Room for one more cache of a payer. Errors: RESOURCE_EXHAUSTED.
   absl::Status MakePlace(PayerId payer);

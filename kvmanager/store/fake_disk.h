@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/disk/block_disk.h"
 
@@ -60,6 +62,7 @@ class FakeDisk final : public BlockDisk {
   uint64_t EraseAll() override {
     return EraseIf([](const Name&) { return true; });
   }
+  void WhenErased(absl::AnyInvocable<void(absl::Status)> done) override { done(absl::OkStatus()); }
   void OnGone(std::function<void(const CacheDigest&, const BlockKey&, DiskLoss)> fn) override {
     on_gone_ = std::move(fn);
   }
