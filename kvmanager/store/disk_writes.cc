@@ -155,8 +155,11 @@ bool DiskWrites::Demote(Block* block) {
     parts_.host->SetKept(block, true);
     return false;
   }
+  if (IsLowered(*block)) {
+    parts_.host->SetKept(block, true);  // cannot be written: nothing waits for that
+    return false;
+  }
   const uint64_t bytes = StayingBytes(*block);
-  if (IsLowered(*block)) return false;
   if (!IsResident(*block) || !MayFit(bytes) || !HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return false;
   Start(block, /*demotes=*/true);
   return true;

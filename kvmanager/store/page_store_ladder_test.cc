@@ -367,6 +367,23 @@ TEST_F(PageStoreLadderTest, WhatTheDiskHasNotStopsNothingElse) {
   CheckAll();
 }
 
+TEST_F(PageStoreLadderTest, WhatWasLoweredBeforeARestartAndTheDiskLacksStopsNothing) {
+  has_disk_ = is_kept_ = true;
+  pool_bytes_ = 16 * kSlabBytes;
+  const CacheId cache = Open();
+  uint32_t salt = 0;
+  for (; Lowered() < 100; ++salt) PublishOne(cache, salt);
+  Kill();
+  disk_.stored.clear();
+  const CacheId again = Open();
+  Turns();
+  const double before = Lowered();
+  for (const uint32_t end = salt + 800; salt < end; ++salt) PublishOne(again, salt);
+  EXPECT_GT(Lowered(), before + 1000);
+  EXPECT_GT(disk_.stored.size(), 800);
+  CheckAll();
+}
+
 TEST_F(PageStoreLadderTest, APauseOfTheDiskLosesItNothing) {
   has_disk_ = true;
   pool_bytes_ = 64 * kSlabBytes;
