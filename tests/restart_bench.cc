@@ -175,6 +175,12 @@ absl::Status Run(uint64_t blocks, bool upgrade) {
               ready - begin, opened - begin, hits, hit - begin, claimed - begin);
   KV_RETURN_IF_ERROR(Match(*client, *cache, static_cast<uint32_t>(blocks / kBlocksOfText)));
   KV_ASSIGN_OR_RETURN(const MetricsPage page, Scrape(*daemon));
+  std::printf("matches at the daemon, %.0f: ", page.Sum("kvmanager_match_seconds_count"));
+  for (const char* const bound : {"5e-05", "7e-05", "0.0001", "0.00015", "0.0002"}) {
+    const double within = page.Sum("kvmanager_match_seconds_bucket", {absl::StrCat("le=\"", bound, "\"")});
+    std::printf(" %.1f%% within %s s", 100 * within / page.Sum("kvmanager_match_seconds_count"), bound);
+  }
+  std::printf("\n");
   std::printf("turns of the event loop over 5 ms: %.0f\n", page.Sum("kvmanager_loop_long_turns_total"));
   for (const auto& [series, count] : page.families.at("kvmanager_loop_long_turns_total").samples) {
     if (count > 0) std::printf("  %s %.0f\n", series.c_str(), count);

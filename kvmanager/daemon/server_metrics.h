@@ -25,6 +25,7 @@ struct ServerMetrics {
   MessageMetrics messages{&all};
   AttendMetrics attends{&all};
   ReadMetrics reads{&all};
+  MatchMetrics matches{&all};
   BlockCallMetrics block_calls{&all};
 };
 

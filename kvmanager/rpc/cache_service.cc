@@ -11,7 +11,6 @@
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/load_blocks.h"
-#include "kvmanager/rpc/match_call.h"
 #include "kvmanager/rpc/output_factors.h"
 #include "kvmanager/rpc/retain_call.h"
 #include "kvmanager/rpc/serve.h"
@@ -45,7 +44,7 @@ class CacheService final : public api::Cache::Server {
       const auto requests = context.getParams().getRequests();
       KV_RETURN_IF_ERROR(CheckRequests(requests.size()));
       KV_RETURN_IF_ERROR(EnsureOpen());
-      auto call = std::make_shared<MatchCall>(&store().caches(), id(), requests);
+      auto call = std::make_shared<MatchCall>(&store().caches(), parts_.matches, id(), requests);
       return InTurns(session_, Method::kMatch, parts_.sequence.long_calls, bound_->cache.owner,
                      [call] { return call->DoPiece(); })
           .then([this, call, context]() mutable {

@@ -1,6 +1,7 @@
 // One call of match, in pieces that each take less than a turn of the event loop. The loop's thread.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -8,7 +9,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/base/clock.h"
 #include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/wire.h"
 #include "kvmanager/store/cache_directory.h"
 
@@ -22,11 +25,17 @@ inline std::unique_ptr<BlockNamesReader> PrefixReader(const PrefixRequests& requ
                                             requests[static_cast<uint32_t>(i)].getPrefix(), limits::kBlockNamesMax);
 }
 
+/// What times calls; both outlive them.
+struct MatchTimes {
+  const Clock* clock = nullptr;
+  MatchMetrics* metrics = nullptr;
+};
+
 class MatchCall {
  public:
   /// caches: outlives it. requests: of a message that stays.
-  MatchCall(CacheDirectory* caches, CacheId cache, PrefixRequests requests)
-      : caches_(caches), cache_(cache), requests_(requests) {}
+  MatchCall(CacheDirectory* caches, const MatchTimes& times, CacheId cache, PrefixRequests requests)
+      : caches_(caches), times_(times), start_ns_(times.clock->NowNs()), cache_(cache), requests_(requests) {}
 
   /// Reads a part of a prefix, or looks for one. False: that was the last piece.
   bool DoPiece() {
@@ -44,6 +53,9 @@ class MatchCall {
     const absl::StatusOr<MatchResult> result = std::exchange(match_, nullptr)->result();
     if (status_ = result.status(); !status_.ok()) return false;
     found_.push_back(*result);
+    if (found_.size() == requests_.size()) {
+      times_.metrics->seconds.Observe(static_cast<double>(times_.clock->NowNs() - start_ns_) * 1e-9);
+    }
     return true;
   }
 
@@ -54,6 +66,8 @@ class MatchCall {
 
  private:
   CacheDirectory* const caches_;
+  const MatchTimes times_;
+  const int64_t start_ns_;
   const CacheId cache_;
   const PrefixRequests requests_;
   std::unique_ptr<BlockNamesReader> reader_;  // of the next request

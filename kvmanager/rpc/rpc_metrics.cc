@@ -66,6 +66,11 @@ ReadMetrics::ReadMetrics(Metrics* m)
       encoded_tokens(m->Counter("read_tokens_total", kReadHelp, {{"form", "encoded"}})),
       raw_tokens(m->Counter("read_tokens_total", kReadHelp, {{"form", "raw"}})) {}
 
+MatchMetrics::MatchMetrics(Metrics* m)
+    : seconds(
+          m->Histogram("match_seconds", "One call of match, from its request until all was looked for, with its turns",
+                       {1e-5, 2e-5, 3e-5, 5e-5, 7e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 0.1})) {}
+
 BlockCallMetrics::BlockCallMetrics(Metrics* m)
     : read_seconds(m->Histogram("block_call_seconds", kBlocksSecondsHelp, AttendBounds(), {{"call", "read"}})),
       write_seconds(m->Histogram("block_call_seconds", kBlocksSecondsHelp, AttendBounds(), {{"call", "write"}})),

@@ -96,6 +96,13 @@ struct ReadMetrics {
   prometheus::Counter& raw_tokens;
 };
 
+/// Of calls of match, from the request until all was looked for.
+struct MatchMetrics {
+  explicit MatchMetrics(Metrics* metrics);
+
+  prometheus::Histogram& seconds;
+};
+
 /// Of whole blocks that engines read or write in stored form.
 struct BlockCallMetrics {
   explicit BlockCallMetrics(Metrics* metrics);

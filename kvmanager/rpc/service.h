@@ -37,6 +37,7 @@
 #include "kvmanager/rpc/daemon_facts.h"
 #include "kvmanager/rpc/disposals.h"
 #include "kvmanager/rpc/memory_calls.h"
+#include "kvmanager/rpc/match_call.h"
 #include "kvmanager/rpc/principals.h"
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
@@ -69,6 +70,7 @@ struct CacheParts {
   const MemoryCalls* device_calls = nullptr;
   const Reads* reads = nullptr;
   const BlockCalls* block_calls = nullptr;
+  MatchTimes matches;
   SequenceParts sequence;  // of its sequences
 };
 
