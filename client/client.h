@@ -601,8 +601,10 @@ class Cache {
   /// pool, 7/8 while nobody else has some. Each step of it has the deadline. Returns how many bytes of them are mapped.
   /// Errors: as MapBlocksAsync's, where memory was mapped before them too; and why it could not be pinned.
   virtual absl::StatusOr<uint64_t> BindSlabs(uint64_t bytes, std::shared_ptr<SlabPinner> pinner);
-  /// raw: [names][layers], 1 where a page is raw. The range must not change before the result was waited for. Errors:
-  /// INVALID_ARGUMENT naming page and place (NaN or Inf), DATA_LOSS (no page of the codec's), RESOURCE_EXHAUSTED.
+  /// raw: [names][layers], 1 where a page is raw. The range must not change before the result was waited for; it may be
+  /// in a device arena (Device::CreateArena). Errors: INVALID_ARGUMENT naming page and place (NaN or Inf), DATA_LOSS
+  /// (no page of the codec's), RESOURCE_EXHAUSTED; of a device arena UNAVAILABLE until the daemon has pinned its
+  /// memory, also for no names.
   virtual Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range,
                                                                       absl::Span<const uint8_t> raw) = 0;
   absl::StatusOr<WriteBlocksResult> WriteBlocks(const BlockRange& range, absl::Span<const uint8_t> raw) {

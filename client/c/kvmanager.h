@@ -251,10 +251,11 @@ KVM_API int kvm_load_blocks(kvm_object* codec, kvm_object* mapped, uint32_t firs
 KVM_API int kvm_compare_blocks(kvm_object* mapped, uint32_t first, uint32_t count, const uint64_t* sums,
                                uint32_t* corrupt);
 /* Brings blocks of the engine's caches, the first of which is block first_block of its sequence, to `host`, as
- * kvm_write_blocks_async wants them; only begun. raw, stored: a staging as a load's, with room for `count` blocks. They
- * are copied and encoded on `save`, and copied to `host` on `send`, part by part: `part` blocks each. ids:
- * [groups][count], none 0; read when the call returns. list, in pinned host memory, and list_device, on the GPU, both
- * at multiples of 16: 8 * groups + 36 * layers bytes for each of `count`. declined, [count][layers], of pages that are
+ * kvm_write_blocks_async wants them; only begun. host: NULL: they stay in `stored`, such as a device arena. raw,
+ * stored: a staging as a load's, with room for `count` blocks. They are copied and encoded on `save`, and copied to
+ * `host` on `send`, part by part: `part` blocks each. ids: [groups][count], none 0; read when the call returns. list,
+ * in pinned host memory, and list_device, on the GPU, both at multiples of 16: 8 * groups + 36 * layers bytes for each
+ * of `count`, and 32 more. declined, at a multiple of 16: [count][layers] and up to three words more, of pages that are
  * encoded, in their order. In pinned host memory until `send` has passed: host, list, declined. The engine's blocks are
  * read, and raw and stored written, until `save` has passed; stored is read until `send` has. */
 typedef struct {

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/c/object.h"
 #include "client/c/page_codec.h"
+#include "kvmanager/memory/page_copy.h"
 #include "kvmanager/memory/page_hash.h"
 
 namespace kvmanager::client::c {
@@ -136,6 +137,8 @@ class ExtentLoad {
 // Some blocks of the engine's that are copied, encoded and brought to host memory.
 class Saving {
  public:
+  static constexpr uint32_t kWordsAlign = 16;  // of what the kernel copies that brings words to host memory
+
   Saving(const PageCodecObject& object, const kvm_save& save)
       : object_(object), save_(save), list_(save.list, save.list_device, save.ids, save.groups, save.count) {
     const uint32_t pages = save.count * object.paged.layers;
@@ -146,7 +149,8 @@ class Saving {
       if (encodes(i)) list_.Add({raw_page(i), stored_page(i), token(i), layer(i)});
     }
     offsets_.push_back(bytes_);
-    declined_ = reinterpret_cast<uint32_t*>(list_.device_end());
+    declined_ = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(list_.device_end()) + kWordsAlign - 1) /
+                                            kWordsAlign * kWordsAlign);
   }
 
   uint64_t bytes() const { return bytes_; }
@@ -158,12 +162,18 @@ class Saving {
     for (uint32_t at = 0; at < save_.count; at += save_.part) {
       const uint32_t count = std::min(save_.part, save_.count - at);
       KV_RETURN_IF_ERROR(Make(at, count, save));
-      const uint64_t begin = offsets_[at * layers()], end = offsets_[(at + count) * layers()];
       KV_RETURN_IF_ERROR(device.Follow(send, save));
+      if (host == nullptr) continue;
+      const uint64_t begin = offsets_[at * layers()], end = offsets_[(at + count) * layers()];
       KV_RETURN_IF_ERROR(device.EnqueueCopy(send, host + begin, stored_page(at * layers()), end - begin));
     }
-    return encoded_ == 0 ? absl::OkStatus()
-                         : device.EnqueueCopy(send, save_.declined, declined_, encoded_ * sizeof(uint32_t));
+    const uint32_t declined_bytes = encoded_ * sizeof(uint32_t);
+    if (encoded_ == 0) return absl::OkStatus();
+    if (host != nullptr) return device.EnqueueCopy(send, save_.declined, declined_, declined_bytes);
+    // By a kernel: the copy engine is the daemon's, which copies what was saved before.
+    const PageCopy copy{reinterpret_cast<uint8_t*>(declined_), reinterpret_cast<uint8_t*>(save_.declined),
+                        (declined_bytes + kWordsAlign - 1) / kWordsAlign * kWordsAlign};
+    return EnqueuePageCopies(PageDirection::kDemote, {&copy, 1}, send, PageCopyMethod::kKernel);
   }
 
  private:

@@ -407,7 +407,9 @@ interface Cache {
   readBlocks @9 (request :BlocksRequest) -> (reply :BlocksReply);
   # Copies blocks that are found by name into an arena, and verifies them: a block whose checksum is wrong is a miss.
   writeBlocks @10 (request :BlocksRequest) -> (reply :BlocksReply);
-  # Stores and names blocks that are not here: others find them from then on. The first who names a block wins.
+  # Stores and names blocks that are not here: others find them from then on. The first who names a block wins. `pages` may be in a
+  # device arena: the GPU's copy engines bring them to their place, and the daemon checks them there. UNAVAILABLE then: the host's
+  # memory is not pinned yet. Without names this says whether it is. Feature "device-blocks".
   retain @11 (names :List(BlockName), priority :UInt8 = 50, ttlMs :UInt64) -> (status :Status, blocks :UInt32, bytes :UInt64);
   # How long published blocks are kept when memory is short, in every memory and on the disk; of at most 65536 names, in any order.
   # priority, 0..100: below 50 they go before all others of who pays for them; 50: as the daemon's eviction decides, which takes an
@@ -635,7 +637,9 @@ interface Admin {
   # publishing of held sequences, claims of sequences received before, outgoing hand-offs. SIGTERM does the same, and the daemon
   # then exits when leases are gone and received sequences are claimed or expired, or after its --drain-s.
   undrain @5 () -> (status :Status);
-  purge @6 (cacheId :UInt32, all :Bool) -> (status :Status, blocks :UInt64);  # published blocks that nothing pins
+  purge @6 (cacheId :UInt32, all :Bool) -> (status :Status, blocks :UInt64);
+  # Published blocks that nothing pins. Answered once the disk has removed them durably; UNAVAILABLE: they are gone, but the disk's
+  # index refuses, and a restart may find them again until it does not.
   recompute @7 () -> (recompute :RecomputeStatus, error :Status);             # what plans go by. Feature "recompute"
   metrics @8 () -> (text :Text, error :Status);                               # as on /metrics. Feature "metrics-text"
   limits @9 () -> (limits :List(LimitInfo), error :Status);                   # every bound that there is. Feature "limits"

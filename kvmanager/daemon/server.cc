@@ -96,9 +96,8 @@ class ServerImpl final : public Server {
 
   absl::Status Open() {
     KV_ASSIGN_OR_RETURN(std::string peer_key, access_.ReadPeerKey());
-    for (const std::string& listener : OpenListeners(options_)) {
-      spdlog::warn("--insecure: whoever reaches {} is trusted", listener);
-    }
+    for (const std::string& each : OpenListeners(options_))
+      spdlog::warn("--insecure: whoever reaches {} is trusted", each);
     RegisterBuiltinCodecs(registry_);
     KV_RETURN_IF_ERROR(plugins_.Load(options_));
     KV_RETURN_IF_ERROR(access_.ReadFiles());
@@ -296,7 +295,8 @@ class ServerImpl final : public Server {
           reads({of.store_.get(), of.workers_.get(), &of.queue_, &of.polls_, &of.clock_, of.devices_.gpus(),
                  &of.metrics_.reads}),
           block_calls({of.store_.get(), of.copiers_.get(), &of.queue_, &of.clock_, &of.drain_, &of.metrics_.block_calls,
-                       &long_calls, BlockCalls::MapsOf(of.options_.map_blocks), &disposals, &loop.timer()}),
+                       &long_calls, BlockCalls::MapsOf(of.options_.map_blocks), &disposals, &loop.timer(),
+                       BlockCalls::ArenasOn(of.devices_.gpus())}),
           requests({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kCallsInFlightBytesMax},
                    &of.clock_),
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
@@ -331,7 +331,8 @@ class ServerImpl final : public Server {
                       .host_calls = &host_calls,
                       .device_calls = &device_calls,
                       .reads = &reads,
-                      .block_calls = &block_calls};
+                      .block_calls = &block_calls,
+                      .matches = {&of.clock_, &of.metrics_.matches}};
       daemon.cache.sequence = {.store = of.store_.get(),
                                .loop = &loop,
                                .workers = of.workers_.get(),

@@ -85,6 +85,7 @@ void ServerDevices::BeginPinning(PagePool* host_pool) {
                         [device](uint8_t* data) { device->UnpinHost(data); }});
   for (const Opened& each : opened_) {
     each.gpu->mover()->SetPinner(pinner_.get());
+    each.gpu->arena_mover()->SetPinner(pinner_.get());
     if (each.recompute != nullptr) each.recompute->SetPinner(pinner_.get());
   }
   pin_log_ns_ = clock_.NowNs();

@@ -5,17 +5,20 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/memory/page_copy.h"
+#include "kvmanager/memory/page_copy_runs.h"
 
 namespace kvmanager {
 
-DeviceMover::DeviceMover(const Device* device, std::unique_ptr<NumberedStream> stream, PollList* polls)
+DeviceMover::DeviceMover(const Device* device, std::unique_ptr<NumberedStream> stream, PollList* polls,
+                         PageCopyMethod method)
     : device_(device),
+      method_(method),
       progress_(std::move(stream), polls, absl::StrCat("GPU ", device->info().ordinal, " moves no more pages")) {}
 
-absl::StatusOr<std::unique_ptr<DeviceMover>> DeviceMover::Create(const Device* device, PollList* polls) {
+absl::StatusOr<std::unique_ptr<DeviceMover>> DeviceMover::Create(const Device* device, PollList* polls,
+                                                                 PageCopyMethod method) {
   KV_ASSIGN_OR_RETURN(std::unique_ptr<NumberedStream> stream, NumberedStream::Create(device));
-  return std::unique_ptr<DeviceMover>(new DeviceMover(device, std::move(stream), polls));
+  return std::unique_ptr<DeviceMover>(new DeviceMover(device, std::move(stream), polls, method));
 }
 
 bool DeviceMover::ready() const {
@@ -35,7 +38,11 @@ absl::Status DeviceMover::status() const {
 }
 
 void DeviceMover::Move(PageDirection direction, std::vector<PageCopy> copies, absl::AnyInvocable<void(bool)> done) {
-  progress_.Post([&](CUstream_st* stream) { return EnqueuePageCopies(direction, copies, stream); }, std::move(done));
+  if (method_ == PageCopyMethod::kBatch) {
+    copies = JoinNeighbours(std::move(copies), [&](const uint8_t* host) { return pinner_->EndOfSpan(host); });
+  }
+  progress_.Post([&](CUstream_st* stream) { return EnqueuePageCopies(direction, copies, stream, method_); },
+                 std::move(done));
 }
 
 }  // namespace kvmanager

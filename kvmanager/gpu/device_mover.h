@@ -1,5 +1,5 @@
-// Moves pages between one GPU and the host's pool, for the store: on a stream of its own, behind attention. The loop's
-// thread.
+// Moves pages between one GPU and the host's pool, for the store and for what engines encoded in device arenas: on a
+// stream of its own, behind attention. The loop's thread.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include "kvmanager/gpu/stream_progress.h"
 #include "kvmanager/memory/device.h"
 #include "kvmanager/memory/host_pinner.h"
+#include "kvmanager/memory/page_copy.h"
 #include "kvmanager/memory/page_mover.h"
 
 namespace kvmanager {
@@ -19,7 +20,8 @@ namespace kvmanager {
 class DeviceMover final : public PageMover {
  public:
   /// Everything given outlives it. It goes when nothing is on its way (Drain).
-  static absl::StatusOr<std::unique_ptr<DeviceMover>> Create(const Device* device, PollList* polls);
+  static absl::StatusOr<std::unique_ptr<DeviceMover>> Create(const Device* device, PollList* polls,
+                                                             PageCopyMethod method = PageCopyMethod::kBest);
   /// Of the host's pool; nothing moves before it is done.
   void SetPinner(const HostPinner* pinner) { pinner_ = pinner; }
 
@@ -30,9 +32,10 @@ class DeviceMover final : public PageMover {
   bool Drain(int64_t deadline_ms) { return progress_.Drain(deadline_ms); }
 
  private:
-  DeviceMover(const Device* device, std::unique_ptr<NumberedStream> stream, PollList* polls);
+  DeviceMover(const Device* device, std::unique_ptr<NumberedStream> stream, PollList* polls, PageCopyMethod method);
 
   const Device* const device_;
+  const PageCopyMethod method_;
   const HostPinner* pinner_ = nullptr;
   StreamProgress progress_;
 };

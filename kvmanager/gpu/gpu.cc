@@ -13,6 +13,7 @@ absl::StatusOr<std::unique_ptr<Gpu>> Gpu::Create(std::unique_ptr<Device> device,
   KV_ASSIGN_OR_RETURN(parts.streams, DeviceStreams::Create(on, device_metrics));
   KV_ASSIGN_OR_RETURN(parts.encodes, DeviceEncodes::Create(on, polls, &metrics->encoded_pages));
   KV_ASSIGN_OR_RETURN(parts.mover, DeviceMover::Create(on, polls));
+  KV_ASSIGN_OR_RETURN(parts.arena_mover, DeviceMover::Create(on, polls, PageCopyMethod::kBatch));
   KV_ASSIGN_OR_RETURN(parts.sends, DeviceSends::Create(on, pool.get(), polls));
   KV_ASSIGN_OR_RETURN(parts.reads, DeviceReads::Create(on, polls));
   KV_ASSIGN_OR_RETURN(parts.indexes, DeviceIndexes::Create(on, parts.streams.get(), polls));
@@ -27,7 +28,8 @@ Gpu::Gpu(std::unique_ptr<Device> device, std::unique_ptr<DevicePool> pool, Parts
 void Gpu::UpdateMetrics() { metrics_->used_bytes.Set(double(pool_->used_bytes())); }
 
 bool Gpu::Drain(int64_t deadline_ms) {
-  return parts_.streams->Drain(deadline_ms) && parts_.mover->Drain(deadline_ms) && parts_.sends->Drain(deadline_ms) &&
+  return parts_.streams->Drain(deadline_ms) && parts_.mover->Drain(deadline_ms) &&
+         parts_.arena_mover->Drain(deadline_ms) && parts_.sends->Drain(deadline_ms) &&
          parts_.indexes->Drain(deadline_ms) && parts_.reads->Drain(deadline_ms);
 }
 

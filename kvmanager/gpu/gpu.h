@@ -39,6 +39,7 @@ class Gpu {
     std::unique_ptr<DeviceEncodes> encodes;
     std::unique_ptr<DeviceIndexes> indexes;
     std::unique_ptr<DeviceMover> mover;
+    std::unique_ptr<DeviceMover> arena_mover;  // by the copy engines: an engine's kernels run meanwhile
     std::unique_ptr<DeviceSends> sends;
     std::unique_ptr<DeviceReads> reads;
   };
@@ -63,6 +64,7 @@ class Gpu {
   DeviceEncodes* encodes() { return parts_.encodes.get(); }
   DeviceIndexes* indexes() { return parts_.indexes.get(); }
   DeviceMover* mover() { return parts_.mover.get(); }
+  DeviceMover* arena_mover() { return parts_.arena_mover.get(); }
   DeviceSends* sends() { return parts_.sends.get(); }
   DeviceReads* reads() { return parts_.reads.get(); }
 

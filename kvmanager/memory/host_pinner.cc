@@ -3,9 +3,18 @@
 #include <utility>
 
 namespace kvmanager {
+namespace {
+
+std::map<const uint8_t*, const uint8_t*> EndsOf(const std::vector<absl::Span<uint8_t>>& spans) {
+  std::map<const uint8_t*, const uint8_t*> ends;
+  for (const absl::Span<uint8_t> span : spans) ends.emplace(span.data(), span.data() + span.size());
+  return ends;
+}
+
+}  // namespace
 
 HostPinner::HostPinner(std::vector<absl::Span<uint8_t>> spans, Calls calls)
-    : spans_(std::move(spans)), calls_(std::move(calls)), thread_([this] { Run(); }) {}
+    : spans_(std::move(spans)), ends_(EndsOf(spans_)), calls_(std::move(calls)), thread_([this] { Run(); }) {}
 
 HostPinner::~HostPinner() {
   stop_.store(true, std::memory_order_relaxed);

@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <thread>
 #include <vector>
 
@@ -41,6 +43,8 @@ class HostPinner {
   /// All are pinned, or pinning one failed: then the rest stay unpinned, and status() says why.
   bool done() const { return done_.load(std::memory_order_acquire); }
   absl::Status status() const;
+  /// Where the span ends that has this byte.
+  const uint8_t* EndOfSpan(const uint8_t* data) const { return std::prev(ends_.upper_bound(data))->second; }
   /// Blocks until done().
   void Wait();
 
@@ -48,6 +52,7 @@ class HostPinner {
   void Run();
 
   const std::vector<absl::Span<uint8_t>> spans_;
+  const std::map<const uint8_t*, const uint8_t*> ends_;  // of spans_, by where they begin
   const Calls calls_;
   std::atomic<uint32_t> ready_spans_{0};
   std::atomic<bool> done_{false};

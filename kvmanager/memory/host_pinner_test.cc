@@ -43,6 +43,8 @@ TEST(HostPinner, ProgressIsSeenWhilePinningGoesOnAndAllIsGivenBack) {
   EXPECT_TRUE(pinner->done());
   EXPECT_TRUE(pinner->status().ok());
   EXPECT_EQ(pinner->ready_bytes(), pinner->total_bytes());
+  EXPECT_EQ(pinner->EndOfSpan(spans[1].data()), spans[1].data() + 4096);
+  EXPECT_EQ(pinner->EndOfSpan(spans[3].data() + 4095), spans[3].data() + 4096);
   pinner.reset();
   EXPECT_EQ(pinned.size(), 4u);
   EXPECT_EQ(unpinned, (std::vector<uint8_t*>{pinned[3], pinned[2], pinned[1], pinned[0]}));

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
@@ -27,12 +28,14 @@ uint64_t Aligned(uint64_t bytes) {
 }
 
 // The range that a request names, which must be in an arena; with any size.
-absl::StatusOr<StepTensor> CheckRange(const Session& session, api::Tensor::Reader in, bool mapped = false) {
+absl::StatusOr<StepTensor> CheckRange(api::Tensor::Reader in, absl::FunctionRef<absl::Span<uint8_t>(uint32_t)> arena) {
+  if (in.which() == api::Tensor::ARENA) return CheckTensor("pages", in, in.getArena().getBytes(), arena);
+  return InvalidField("pages", in.which() == api::Tensor::NONE ? "none" : "inline", "a range of an arena");
+}
+// Of one that is read into, in host memory.
+absl::StatusOr<StepTensor> CheckReadRange(const Session& session, api::Tensor::Reader in, bool mapped) {
   if (mapped && in.which() == api::Tensor::NONE) return StepTensor();
-  if (in.which() != api::Tensor::ARENA) {
-    return InvalidField("pages", in.which() == api::Tensor::NONE ? "none" : "inline", "a range of a host arena");
-  }
-  return CheckTensor("pages", in, in.getArena().getBytes(), [&](uint32_t arena) { return session.ArenaBytes(arena); });
+  return CheckRange(in, [&](uint32_t arena) { return session.ArenaBytes(arena); });
 }
 
 void Shrink(std::atomic<size_t>* least, size_t to) {
@@ -46,20 +49,30 @@ void Shrink(std::atomic<size_t>* least, size_t to) {
 // Pages that workers copy, each taken by one of them. Made and destroyed on the loop's thread.
 class BlockCalls::Copying {
  public:
-  explicit Copying(std::shared_ptr<Region> arena) : arena_(std::move(arena)) {}
+  explicit Copying(std::shared_ptr<const void> arena) : arena_(std::move(arena)) {}
   virtual ~Copying() = default;
 
   size_t pages() const { return offsets_.size(); }  // to be copied
   uint64_t bytes() const { return bytes_; }
   /// Of the range, as offsets of Place from `range` on.
   void SetRange(uint8_t* range) { range_ = range; }
+  /// Before the first page is copied: who copies the last one says so, if none is wrong.
+  void WhenCopied(MessageQueue* queue, kj::Own<kj::PromiseFulfiller<void>> fulfiller) {
+    queue_ = queue;
+    copied_ = kj::mv(fulfiller);
+    left_.store(pages(), std::memory_order_relaxed);
+  }
   /// Copies the next page. False: none is left, or one was found wrong.
   bool CopyNext() {
     const size_t next = next_.fetch_add(1, std::memory_order_relaxed);
     if (next >= pages()) return false;
     const auto [page, offset] = offsets_[next];
     if (page > wrong_.load(std::memory_order_relaxed)) return false;
-    if (!Copy(page, range_ + offset)) Shrink(&wrong_, page);
+    if (!Copy(page, range_ + offset)) {
+      Shrink(&wrong_, page);
+    } else if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      queue_->Post([fulfiller = kj::mv(copied_)]() mutable { fulfiller->fulfill(); });
+    }
     return true;
   }
 
@@ -78,16 +91,21 @@ class BlockCalls::Copying {
   /// The first page that was found wrong; kNone.
   size_t wrong() const { return wrong_.load(std::memory_order_relaxed); }
 
- private:
-  const std::shared_ptr<Region> arena_;
-  uint8_t* range_ = nullptr;
   struct Offset {
     size_t page = 0;
     uint64_t in_range = 0;
   };
+  const std::vector<Offset>& offsets() const { return offsets_; }
+  uint8_t* range() const { return range_; }
+
+ private:
+  const std::shared_ptr<const void> arena_;
+  uint8_t* range_ = nullptr;
   std::vector<Offset> offsets_;  // [pages()]
   uint64_t bytes_ = 0;
-  std::atomic<size_t> next_{0}, wrong_{kNone};
+  std::atomic<size_t> next_{0}, wrong_{kNone}, left_{0};
+  MessageQueue* queue_ = nullptr;
+  kj::Own<kj::PromiseFulfiller<void>> copied_;
 };
 
 class BlockCalls::Reading final : public Copying {
@@ -145,8 +163,9 @@ class BlockCalls::Reading final : public Copying {
 
 class BlockCalls::Writing final : public Copying {
  public:
-  Writing(std::shared_ptr<Region> arena, std::unique_ptr<BlockWrites> writes)
-      : Copying(std::move(arena)), writes_(std::move(writes)) {
+  /// on_device: a device puts the pages in place, by TakeCopies.
+  Writing(std::shared_ptr<const void> arena, std::unique_ptr<BlockWrites> writes, bool on_device)
+      : Copying(std::move(arena)), writes_(std::move(writes)), on_device_(on_device) {
     Place(writes_->pages());
     checksums_.resize(writes_->pages().size());
     errors_.resize(writes_->pages().size());
@@ -159,6 +178,17 @@ class BlockCalls::Writing final : public Copying {
     reply.setPresent(static_cast<uint32_t>(writes_->present()));
     return absl::OkStatus();
   }
+  /// The next ones, at most kCopiesAtOnce; empty: there are no more.
+  std::vector<PageCopy> TakeCopies() {
+    std::vector<PageCopy> copies;
+    for (; taken_ < offsets().size() && copies.size() < kCopiesAtOnce; ++taken_) {
+      const auto [page, offset] = offsets()[taken_];
+      const StoredPage& stored = writes_->pages()[page];
+      if (stored.data == nullptr) continue;
+      copies.push_back({range() + offset, stored.data, static_cast<uint32_t>(Aligned(stored.bytes))});
+    }
+    return copies;
+  }
   uint64_t written_bytes() const {
     uint64_t bytes = 0;
     for (const StoredPage& page : writes_->pages()) bytes += page.data == nullptr ? 0 : page.bytes;
@@ -169,7 +199,7 @@ class BlockCalls::Writing final : public Copying {
   bool Copy(size_t page, uint8_t* in_arena) override {
     const StoredPage& stored = writes_->pages()[page];
     if (stored.data == nullptr) return true;
-    auto checksum = writes_->Put(page, in_arena);
+    auto checksum = on_device_ ? writes_->CheckPut(page) : writes_->Put(page, in_arena);
     if (checksum.ok()) {
       checksums_[page] = *checksum;
       return true;
@@ -178,19 +208,65 @@ class BlockCalls::Writing final : public Copying {
     return false;
   }
 
+  static constexpr size_t kCopiesAtOnce = 2048;  // the loop spends 3 us on a copy that is not joined to others
+
   const std::unique_ptr<BlockWrites> writes_;
+  const bool on_device_;
+  size_t taken_ = 0;                  // of offsets()
   std::vector<uint64_t> checksums_;   // [pages], each written by who copied it
   std::vector<absl::Status> errors_;  // [pages], the same
 };
 
 kj::Promise<void> BlockCalls::Run(std::shared_ptr<Copying> copying, WorkerPool::Owner owner) const {
-  const size_t lanes = std::min<size_t>(parts_.workers->threads(), copying->pages());
-  auto ended = kj::heapArrayBuilder<kj::Promise<void>>(lanes);
-  for (size_t i = 0; i < lanes; ++i) {
+  const size_t tasks = std::min<size_t>(parts_.workers->threads(), copying->pages());
+  auto ended = kj::heapArrayBuilder<kj::Promise<void>>(tasks);
+  auto copied = kj::newPromiseAndFulfiller<void>();
+  copying->WhenCopied(parts_.queue, kj::mv(copied.fulfiller));
+  for (size_t i = 0; i < tasks; ++i) {
     ended.add(OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, owner,
                               [copying] { return copying->CopyNext(); }));
   }
-  return kj::joinPromises(ended.finish());
+  // A worker that has not begun when the others are through, since its core is taken, is not waited for.
+  return kj::joinPromises(ended.finish()).exclusiveJoin(kj::mv(copied.promise));
+}
+
+kj::Promise<bool> BlockCalls::MoveRest(PageMover* mover, std::shared_ptr<Writing> writing) {
+  std::vector<PageCopy> copies = writing->TakeCopies();
+  if (copies.empty()) return true;
+  auto waiting = kj::newPromiseAndFulfiller<bool>();
+  // The mover keeps slots and arena, whatever becomes of the call.
+  mover->Move(
+      PageDirection::kDemote, std::move(copies),
+      [writing, fulfiller = kj::mv(waiting.fulfiller)](bool moved) mutable { fulfiller->fulfill(kj::mv(moved)); });
+  return waiting.promise.then([mover, writing](bool moved) mutable -> kj::Promise<bool> {
+    if (!moved) return false;
+    return MoveRest(mover, std::move(writing));
+  });
+}
+
+BlockCalls::FindDeviceArena BlockCalls::ArenasOn(Gpus gpus) {
+  if (gpus.empty()) return nullptr;
+  return [gpus = std::move(gpus)](const Session& session, uint32_t id) -> DeviceBytes {
+    const std::shared_ptr<const DeviceArena> arena = session.gpus().ArenaOf(id);
+    if (arena == nullptr) return {};
+    return {arena->data(), arena, FindGpu(gpus, arena->ordinal())->arena_mover()};
+  };
+}
+
+absl::StatusOr<BlockCalls::Source> BlockCalls::FindSource(const Session& session, api::Tensor::Reader in) const {
+  Source source;
+  KV_ASSIGN_OR_RETURN(source.range, CheckRange(in, [&](uint32_t arena) {
+                        if (parts_.device_arena) {
+                          DeviceBytes on_device = parts_.device_arena(session, arena);
+                          source.arena = std::move(on_device.arena);
+                          source.mover = on_device.mover;
+                          if (source.arena != nullptr) return on_device.bytes;
+                        }
+                        source.arena = session.FindArena(arena);
+                        return session.ArenaBytes(arena);
+                      }));
+  if (source.mover != nullptr) KV_RETURN_IF_ERROR(source.mover->status());
+  return source;
 }
 
 absl::Status BlockCalls::CheckAccepting() const {
@@ -242,7 +318,7 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::Read(const std::shared_ptr<Session
                                                    ReadBlocksContext& context) const {
   KV_RETURN_IF_ERROR(CheckAccepting());
   const auto request = context.getParams().getRequest();
-  KV_RETURN_IF_ERROR(CheckRange(*session, request.getPages(), request.getMapped()).status());
+  KV_RETURN_IF_ERROR(CheckReadRange(*session, request.getPages(), request.getMapped()).status());
   std::shared_ptr<const void> lease_place;
   if (request.getMapped()) {
     KV_RETURN_IF_ERROR(CheckMaps(*session));
@@ -270,7 +346,7 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<S
                                                          ReadBlocksContext& context) const {
   const auto request = context.getParams().getRequest();
   const bool mapped = request.getMapped();
-  KV_ASSIGN_OR_RETURN(const StepTensor range, CheckRange(*session, request.getPages(), mapped));
+  KV_ASSIGN_OR_RETURN(const StepTensor range, CheckReadRange(*session, request.getPages(), mapped));
   KV_ASSIGN_OR_RETURN(auto reads,
                       parts_.store->caches().ReadBlocks(cache, request.getFirstBlock(), names,
                                                         {range.bytes.size(), limits::kTensorAlign, mapped}));
@@ -311,21 +387,22 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::Write(const std::shared_ptr<Sessio
                                                     WriteBlocksContext& context) const {
   KV_RETURN_IF_ERROR(CheckAccepting());
   const auto request = context.getParams().getRequest();
-  KV_ASSIGN_OR_RETURN(const StepTensor range, CheckRange(*session, request.getPages()));
+  KV_ASSIGN_OR_RETURN(const Source source, FindSource(*session, request.getPages()));
+  if (source.mover != nullptr && request.getNames().size() == 0) return Done();
   KV_ASSIGN_OR_RETURN(const std::vector<BlockName> names,
                       ReadBlockNames("names", request.getNames(), kTransferPagesMax));
   const auto raw = request.getRaw();
   KV_ASSIGN_OR_RETURN(auto writes, parts_.store->caches().WriteBlocks(bound.cache.id, request.getFirstBlock(), names,
                                                                       {raw.begin(), raw.size()}));
-  auto writing = std::make_shared<Writing>(session->FindArena(range.arena), std::move(writes));
-  if (writing->bytes() != range.bytes.size()) {
-    return InvalidField("pages.arena.bytes", range.bytes.size(),
+  auto writing = std::make_shared<Writing>(source.arena, std::move(writes), source.mover != nullptr);
+  if (writing->bytes() != source.range.bytes.size()) {
+    return InvalidField("pages.arena.bytes", source.range.bytes.size(),
                         absl::StrCat(writing->bytes(), ", of ", names.size(), " blocks in these forms"));
   }
-  writing->SetRange(range.bytes.data());
+  writing->SetRange(source.range.bytes.data());
   context.releaseParams();
   const int64_t start_ns = parts_.clock->NowNs();
-  return Run(writing, bound.cache.owner).then([this, writing, session, context, start_ns]() mutable {
+  auto answer = [this, writing, session, context, start_ns]() mutable {
     auto reply = context.getResults().initReply();
     const uint64_t bytes = writing->written_bytes();
     if (const absl::Status status = writing->WriteReply(reply); !status.ok()) {
@@ -334,7 +411,16 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::Write(const std::shared_ptr<Sessio
     reply.setBytes(bytes);
     parts_.metrics->write_seconds.Observe(double(parts_.clock->NowNs() - start_ns) * 1e-9);
     parts_.metrics->written_bytes.Increment(double(bytes));
-  });
+  };
+  if (source.mover == nullptr) return Run(writing, bound.cache.owner).then(std::move(answer));
+  return MoveRest(source.mover, writing)
+      .then([this, writing, session, context, owner = bound.cache.owner,
+             answer = std::move(answer)](bool moved) mutable -> kj::Promise<void> {
+        if (moved) return Run(writing, owner).then(std::move(answer));
+        ServeError(*session, Method::kWriteBlocks,
+                   absl::UnavailableError("the GPU of this arena has failed: it copies no pages"), context);
+        return kj::READY_NOW;
+      });
 }
 
 }  // namespace kvmanager

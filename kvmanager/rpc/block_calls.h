@@ -1,5 +1,6 @@
 // Runs Cache.readBlocks and Cache.writeBlocks: whole blocks between pages in host memory and an arena of the client, or
-// read by the client itself where they lie (block_lease.h). Blocks that only the disk has come into memory first.
+// read by the client itself where they lie (block_lease.h). Blocks that only the disk has come into memory first. What
+// is written may also lie in an arena on a GPU, whose copy engines bring it to its slots.
 //
 // Workers copy, and check what they copied, a page at a time and in turns (worker_pool.h). A call object owns the lease
 // on the pages and the arena until they are done, so that cancelling the call, or losing the client, is safe at any
@@ -8,6 +9,7 @@
 
 #include <kj/async.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,7 +18,9 @@
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/worker_pool.h"
+#include "kvmanager/gpu/gpu.h"
 #include "kvmanager/handoff/drain_switch.h"
+#include "kvmanager/memory/page_mover.h"
 #include "kvmanager/rpc/block_lease.h"
 #include "kvmanager/rpc/disposals.h"
 #include "kvmanager/rpc/limits.h"
@@ -46,6 +50,15 @@ class BlockCalls {
   /// loop that answers them find some, too. With all of them stores were slower than with three quarters.
   static constexpr int WorkersOf(int cpus) { return cpus - cpus / 4; }
 
+  /// An arena on a GPU, and what copies pages out of it; without `arena`: there is no such one.
+  struct DeviceBytes {
+    absl::Span<uint8_t> bytes;  // addresses of the device
+    std::shared_ptr<const void> arena;
+    PageMover* mover = nullptr;
+  };
+  using FindDeviceArena = std::function<DeviceBytes(const Session&, uint32_t arena)>;
+  static FindDeviceArena ArenasOn(Gpus gpus);
+
   /// Everything outlives this and the calls that it runs. workers: its own, whose tasks never wait for others'.
   struct Parts {
     PageStore* store = nullptr;
@@ -58,6 +71,7 @@ class BlockCalls {
     Maps maps = Maps::kNobody;
     Disposals* disposals = nullptr;  // where leases end; nullptr: at once
     kj::Timer* timer = nullptr;      // of the loop, by which leases end by themselves; nullptr: they do not
+    FindDeviceArena device_arena;    // empty: there are no GPUs
     int64_t lease_ms = limits::kBlockLeaseMs;
   };
 
@@ -68,8 +82,8 @@ class BlockCalls {
   /// Whether a connection may map slabs of its tenants.
   bool MayMap(const Session& session) const;
 
-  /// Errors: UNAVAILABLE (the daemon drains), FAILED_PRECONDITION (mapped: not here), CheckTensor's,
-  /// CacheDirectory::ReadBlocks's and WriteBlocks's.
+  /// Errors: UNAVAILABLE (the daemon drains), FAILED_PRECONDITION (mapped: not here), PageMover::status's,
+  /// CheckTensor's, CacheDirectory::ReadBlocks's and WriteBlocks's.
   absl::StatusOr<kj::Promise<void>> Read(const std::shared_ptr<Session>& session, const BoundCache& bound,
                                          ReadBlocksContext& context) const;
   absl::StatusOr<kj::Promise<void>> Write(const std::shared_ptr<Session>& session, const BoundCache& bound,
@@ -97,6 +111,16 @@ class BlockCalls {
   class Reading;
   class Writing;
 
+  /// The range that a request names, which must be in an arena; with any size. `mover`: of one on a GPU.
+  struct Source {
+    StepTensor range;
+    std::shared_ptr<const void> arena;
+    PageMover* mover = nullptr;
+  };
+  absl::StatusOr<Source> FindSource(const Session& session, api::Tensor::Reader in) const;
+
+  /// Resolves once the pages that are left of `writing` are in their slots; false: the GPU has failed.
+  static kj::Promise<bool> MoveRest(PageMover* mover, std::shared_ptr<Writing> writing);
   /// Resolves once workers have copied every page of `copying`.
   kj::Promise<void> Run(std::shared_ptr<Copying> copying, WorkerPool::Owner owner) const;
 

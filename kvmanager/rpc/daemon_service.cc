@@ -321,7 +321,10 @@ class DaemonService final : public api::Daemon::Server {
     if (parts_.cache.block_calls->MayMap(*session_)) names.push_back("map-blocks");
     if (!session_->proof().admin) names.push_back("admin-socket");
     if (session_->proof().unix_socket) names.push_back("arena");
-    if (session_->proof().unix_socket && !parts_.gpus.empty()) names.push_back("device");
+    if (session_->proof().unix_socket && !parts_.gpus.empty()) {
+      names.push_back("device");
+      names.push_back("device-blocks");
+    }
     if (facts.busy_polls) names.push_back("busy-poll");
     auto features = reply.initFeatures(names.size());
     for (size_t i = 0; i < names.size(); ++i) features.set(i, names[i]);

@@ -201,7 +201,7 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::Extend(const std::shared_ptr<Sess
 }
 
 absl::Span<uint8_t> DeviceCalls::ArenaBytes(const Session& session, const StepCache& cache, uint32_t id) const {
-  const DeviceArena* const arena = session.gpus().ArenaOf(id);
+  const std::shared_ptr<const DeviceArena> arena = session.gpus().ArenaOf(id);
   return arena != nullptr && arena->ordinal() == cache.config->device ? arena->data() : absl::Span<uint8_t>();
 }
 

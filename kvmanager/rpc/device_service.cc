@@ -14,7 +14,7 @@ namespace {
 
 absl::StatusOr<absl::Span<uint8_t>> RangeOf(const Session& session, const DeviceStream& stream, absl::string_view field,
                                             uint32_t id, uint64_t offset, uint64_t bytes) {
-  const DeviceArena* const arena = session.gpus().ArenaOf(id);
+  const std::shared_ptr<const DeviceArena> arena = session.gpus().ArenaOf(id);
   if (arena == nullptr || arena->ordinal() != stream.ordinal()) {
     return FieldError(absl::StatusCode::kNotFound, field, absl::StrCat(id),
                       absl::StrCat("a device arena of this connection on GPU ", stream.ordinal()));

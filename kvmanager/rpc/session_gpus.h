@@ -29,10 +29,10 @@ class SessionGpus {
   void AddArena(uint32_t id, std::shared_ptr<DeviceArena> arena) { arenas_.emplace(id, std::move(arena)); }
   /// The arena's memory stays until what this connection's stream was given so far has passed.
   void RemoveArena(uint32_t id);
-  /// Its address on the device, its size and its GPU; nullptr: unknown, or host memory. Not after the arena is removed.
-  const DeviceArena* ArenaOf(uint32_t id) const {
+  /// Its address on the device, its size and its GPU; nullptr: unknown, or host memory.
+  std::shared_ptr<const DeviceArena> ArenaOf(uint32_t id) const {
     const auto found = arenas_.find(id);
-    return found == arenas_.end() ? nullptr : found->second.get();
+    return found == arenas_.end() ? nullptr : found->second;
   }
 
   /// nullptr: none is open.

@@ -1,5 +1,6 @@
 #include "kvmanager/store/block_writes.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -48,6 +49,12 @@ class BlockWritesImpl final : public BlockWrites {
     StoreStreaming(copy.data(), stored.data, stored.bytes);
     EndStreaming();
     return checksum;
+  }
+  absl::StatusOr<uint64_t> CheckPut(size_t page) const override {
+    const StoredPage& stored = pages_[page];
+    KV_CHECK(stored.data != nullptr);
+    std::memset(stored.data + stored.bytes, 0, slack_[page]);
+    return Check(page, stored.data);
   }
   absl::StatusOr<size_t> Commit(absl::Span<const uint64_t> checksums) override;
 
@@ -122,6 +129,12 @@ absl::Status CheckForms(const Cache& cache, uint32_t first, size_t blocks, absl:
   return absl::OkStatus();
 }
 
+// Pages of one form follow one another in the range that they come from: where slots do so too, copies are joined.
+void SortByAddress(const SlotPool& pool, std::vector<PageId>* ids) {
+  const auto is_before = [&](PageId a, PageId b) { return pool.Data(a) < pool.Data(b); };
+  if (!std::is_sorted(ids->begin(), ids->end(), is_before)) std::sort(ids->begin(), ids->end(), is_before);
+}
+
 absl::Status BlockWritesImpl::Reserve(uint32_t first, absl::Span<const BlockName> names,
                                       absl::Span<const uint8_t> raw) {
   KV_RETURN_IF_ERROR(CheckNames(*cache_, first, names));
@@ -149,6 +162,8 @@ absl::Status BlockWritesImpl::Reserve(uint32_t first, absl::Span<const BlockName
     }
     return status;
   }
+  SortByAddress(pool, &slots.raw.ids);
+  for (Reservation::Slots& of_class : slots.encoded) SortByAddress(pool, &of_class.ids);
   names_.assign(names.begin(), names.end());
   pages_.reserve(raw.size());
   for (size_t i = 0; i < names.size(); ++i) {

@@ -364,8 +364,10 @@ class Cache(Handle):
 
     def write_blocks(self, names: BlockNames, raw: bytes, pages: ArenaTensor, first: int = 0) -> BlocksWritten:
         """Stores and names the blocks of `names` that the daemon does not have, from `pages`, where they lie as in
-        read_blocks. raw: [names][layers], 1 where a page is raw, else 0. The daemon checks its own copy of what it takes:
-        InvalidArgumentError or DataLossError name a page that is wrong, and nothing is stored then."""
+        read_blocks; also on a GPU of the daemon (Device.create_arena), whose copy engines then bring them to their place: UnavailableError
+        until the daemon has pinned its memory, also for no names. raw: [names][layers], 1 where a page is raw, else 0. The daemon
+        checks its own copy of what it takes: InvalidArgumentError or DataLossError name a page that is wrong, and nothing is stored
+        then."""
         return self.write_blocks_async(names, raw, pages, first).wait()
 
     def write_blocks_async(

@@ -52,7 +52,7 @@ class PagedBlocks:
             list_bytes = _aligned(blocks * (8 * self._groups + DECODE_ITEM_BYTES * geometry.layers))
             self._lists = torch.empty((calls, list_bytes), dtype=torch.uint8, pin_memory=True)
             self._device_lists = torch.empty_like(self._lists, device=copies.device)
-            save_bytes = _aligned(stores.extent_blocks * (8 * self._groups + (ENCODE_ITEM_BYTES + 4) * geometry.layers))
+            save_bytes = _aligned(stores.extent_blocks * (8 * self._groups + (ENCODE_ITEM_BYTES + 4) * geometry.layers)) + 2 * _WORD
             self._save_lists = torch.empty((stores.stagings, save_bytes), dtype=torch.uint8, pin_memory=True)
             self._device_save_lists = torch.empty_like(self._save_lists, device=copies.device)
             self._part_blocks = max(1, _PART_BYTES // geometry.raw_block_bytes)

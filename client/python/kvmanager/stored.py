@@ -6,11 +6,15 @@ Cache.write_blocks want them. In between the cache's codec encodes or decodes, o
 Pages that Cache.map_blocks found are copied out of the daemon's own memory instead (fetch), and the copies are compared with the
 pages' checksums.
 
-                    raw pages            encoded pages        range of the arena
-    GPU, lossy      GPU memory           GPU memory           pinned host memory
-    GPU, raw        GPU memory, the same                      pinned host memory
-    CPU, lossy      host memory          the range itself
-    CPU, raw        the range itself
+                            raw pages            encoded pages        range of the arena
+    GPU, lossy              GPU memory           GPU memory           pinned host memory
+    GPU, lossy, direct      GPU memory           the range itself
+    GPU, raw                GPU memory, the same                      pinned host memory
+    GPU, raw, direct        the range itself
+    CPU, lossy              host memory          the range itself
+    CPU, raw                the range itself
+
+Direct: the arena is on the GPU (Device.create_arena), out of which the daemon copies to its own memory. For stores alone.
 
 Encoded blocks take a part of what raw ones do. So extents for stores on a GPU may have few places in its memory, where blocks are
 encoded, and more ranges of the arena, as large as encoded blocks: detach() gives a place back while its range is still written to the
@@ -34,6 +38,25 @@ from .page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, PAGE_ALIGN, PageCo
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // PAGE_ALIGN) * PAGE_ALIGN
+
+
+def _words(count: int) -> int:
+    """Of 32 bits: a GPU's kernels copy four at a time."""
+    return -(-count // 4) * 4
+
+
+def range_bytes(codec: PageCodec, geometry: Geometry, blocks: int, raw: bool) -> int:
+    """That ranges of an arena have for so many blocks of any forms; else of encoded ones, the first of them with sinks."""
+    raw_bytes = blocks * geometry.raw_block_bytes
+    if raw or codec.identity:
+        return raw_bytes
+    return min(raw_bytes, geometry.raw_block_bytes + (blocks - 1) * encoded_block_bytes(codec, geometry))
+
+
+def encoded_block_bytes(codec: PageCodec, geometry: Geometry) -> int:
+    """Of a block without sinks, in a range. Raw pages end at multiples of PAGE_ALIGN."""
+    raw_layers = codec.raw_layers or [False] * geometry.layers
+    return sum(geometry.raw_page_bytes if raw else _aligned(size) for raw, size in zip(raw_layers, codec.page_bytes))
 
 
 class Geometry:
@@ -114,8 +137,8 @@ class Extent:
         with torch.inference_mode(False):
             shape = (self.blocks, g.layers, 2, g.heads, g.block_tokens, g.head_dim)
             self._on_gpu = device.type == "cuda"
-            self._apart = self._on_gpu or of.apart  # encoded pages are not in the range
-            in_range = codec.identity and not self._apart
+            self._apart = (self._on_gpu or of.apart) and not of.direct  # encoded pages are not in the range
+            in_range = codec.identity and not self._apart  # so the raw pages are, too
             raw_bytes = self.blocks * g.raw_block_bytes
             memory = room.host if in_range else torch.empty(raw_bytes, dtype=torch.uint8, device=device)
             self._raw_bytes = memory
@@ -128,9 +151,10 @@ class Extent:
                 self.encoded_pages = room.host
             pages = self.blocks * g.layers
             self._items = torch.empty((pages, 4), dtype=torch.int64, pin_memory=self._on_gpu)
-            self._declined = torch.zeros(pages, dtype=torch.int32, pin_memory=self._on_gpu)
+            self._declined = torch.zeros(_words(pages), dtype=torch.int32, pin_memory=self._on_gpu)
             self._sums = torch.empty(pages, dtype=torch.int64, pin_memory=self._on_gpu)  # of what was fetched
         self._expected: torch.Tensor | None = None  # of the same
+        self._encoded = self.encoded_pages  # all that was encoded, while pieces of it are brought
         self.declined_address = self._declined.data_ptr()
         self._planned: dict[str, tuple[object, _Plan]] = {}  # the newest of each kind, and of what
         self._writing: tuple[int, int, int] = (0, 0, 0)  # of encode(): count, first, bytes
@@ -142,7 +166,8 @@ class Extent:
 
     @property
     def host_address(self) -> int:
-        return self._held().host.data_ptr()
+        """0: nothing goes to host memory."""
+        return 0 if self.of.direct else self._held().host.data_ptr()
 
     def _held(self) -> Range:
         assert self._room is not None  # only of who took it, until detach()
@@ -173,7 +198,7 @@ class Extent:
             pages = count * of.geometry.layers
             return (of.page_block[:pages] < sinks) | of.raw_layer[of.page_layer[:pages]]
 
-        return self._plan("encode", (count, sinks), forms)
+        return self._plan("encode", (count, sinks, self.encoded_pages.data_ptr()), forms)
 
     # To the daemon. On the stream of the copies that fill the raw pages, or behind them on the CPU.
 
@@ -204,6 +229,8 @@ class Extent:
         pages = 0 if self.of.codec.identity else forms.count(0)
         if ctypes.string_at(self.declined_address, 4 * pages).strip(b"\0"):  # one of torch's operations takes longer
             plan = self._plan_to_encode(count, first)
+            if self.of.direct:  # the first piece is brought to where the others are
+                self._encoded = self.encoded_pages.clone()
             return self._pieces(plan, plan.encoded[self._declined[:pages] != 0])
         return [Piece(0, count, forms, nbytes, there=True)]
 
@@ -232,15 +259,18 @@ class Extent:
             plan, begin = self._plan_to_encode(*self._writing[:2]), piece.first * g.layers
             forms = torch.tensor(list(piece.forms), dtype=torch.bool)
             anew, parts = self.of.layout(forms)[0].tolist(), []
+            encoded = self._encoded if self.of.direct else self.encoded_pages
             for page, raw in enumerate(piece.forms, begin):
                 if raw and not plan.forms[page]:
                     part = self._raw_bytes[page * g.raw_page_bytes : (page + 1) * g.raw_page_bytes]
                 else:
                     size, offset = g.raw_page_bytes if raw else self.of.codec.page_bytes[page % g.layers], int(plan.offsets[page])
-                    part = self.encoded_pages[offset : offset + size]
+                    part = encoded[offset : offset + size]
                 parts.append(part.to("cpu", copy=True))  # on a CPU some lie in the range
             for offset, part in zip(anew, parts):
                 room.host[offset : offset + len(part)].copy_(part)
+            if self.of.direct:
+                torch.cuda.current_stream(self.of.device).synchronize()
         return room.of_bytes(piece.nbytes)
 
     def detach(self) -> Range | Extent:
@@ -302,8 +332,8 @@ class Extents:
     """An arena cut into ranges of equal size, and extents that bring blocks there. take() and close() may be called by any thread;
     the rest is the thread's that has the arena's client.
 
-    device: where the engine's caches are; on a GPU the arena is pinned while this lives. stagings: how many extents there are; None:
-    one for each range, which has room for raw blocks. Else ranges have room for encoded ones."""
+    device: where the engine's caches are; on a GPU an arena in host memory is pinned while this lives. stagings: how many extents
+    there are; None: one for each range, which has room for raw blocks. Else ranges have room for encoded ones."""
 
     def __init__(
         self, arena: Arena, codec: PageCodec, geometry: Geometry, extent_blocks: int, device: torch.device, stagings: int | None = None
@@ -311,6 +341,7 @@ class Extents:
         assert ENCODE_ITEM_BYTES == 32 and DECODE_ITEM_BYTES == 24
         self.arena, self.codec, self.geometry, self.device = arena, codec, geometry, device
         self.extent_blocks, self.apart = extent_blocks, stagings is not None
+        self.direct = arena.device_index >= 0
         with torch.inference_mode(False):
             pages = torch.arange(extent_blocks * geometry.layers)
             self.page_layer, self.page_block = pages % geometry.layers, pages // geometry.layers
@@ -318,25 +349,24 @@ class Extents:
             self.raw_stride = torch.tensor(_aligned(geometry.raw_page_bytes))
             self.encoded_bytes = torch.tensor(codec.page_bytes)
             self.encoded_stride = torch.tensor([_aligned(size) for size in codec.page_bytes])
-        # Of a block: its pages' forms, and what it takes. Raw pages end at multiples of PAGE_ALIGN.
+        # Of a block: its pages' forms, and what it takes.
         self._forms = bytes(codec.raw_layers or [False] * geometry.layers)
-        self._block_bytes = sum(
-            geometry.raw_page_bytes if raw else _aligned(size) for raw, size in zip(self._forms, codec.page_bytes)
-        )
-        raw_bytes = extent_blocks * geometry.raw_block_bytes
-        self.range_bytes = raw_bytes if stagings is None else min(raw_bytes, self.encoded_bytes_of(extent_blocks, 1))
+        self._block_bytes = encoded_block_bytes(codec, geometry)
+        self.range_bytes = range_bytes(codec, geometry, extent_blocks, raw=stagings is None)
         count = arena.nbytes // self.range_bytes
         self.stagings = count if stagings is None else min(stagings, count)
         self._pinned = False
         self._lock = threading.Lock()
-        if device.type == "cuda":
+        if device.type == "cuda" and not self.direct:
             with torch.cuda.device(device):
                 failed = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, 0)
             self._pinned = int(failed) == 0
             if not self._pinned:
                 warnings.warn("staging could not be pinned: copies between GPU and host will wait for one another")
         ranges = [Range(self, place) for place in range(count)]
-        self._free = [Extent(self, staging, ranges[staging]) for staging in range(self.stagings)]
+        self._all_ranges = ranges
+        self._all = [Extent(self, staging, ranges[staging]) for staging in range(self.stagings)]
+        self._free = list(self._all)
         # Those that no extent has. What is given back last is taken first: caches may still have it.
         self._ranges: list[Range] | None = None
         if stagings is not None:
@@ -355,6 +385,8 @@ class Extents:
             extent = self._free.pop()
             if self._ranges is not None:
                 extent._room = self._ranges.pop()
+                if self.direct:
+                    extent.encoded_pages = extent._room.host
             return extent
 
     def forms(self, count: int, sinks: int) -> bytes:
@@ -402,6 +434,13 @@ class Extents:
 
     def close(self) -> None:
         """Before the arena goes. No extent is in use by a GPU."""
+        if self.direct:  # its memory, and the connection, stay as long as there are tensors of it
+            nothing = torch.empty(0, dtype=torch.uint8)
+            for room in self._all_ranges:
+                room.host = nothing
+            for extent in self._all:
+                extent.encoded_pages = extent.raw = extent._raw_bytes = extent._encoded = nothing
+                extent._planned.clear()
         if self._pinned:
             self._pinned = False
             with torch.cuda.device(self.device):

@@ -593,5 +593,29 @@ class WorkerTest(DaemonTestCase):
         return [float((now - was).norm() / was.norm()) for now, was in sides]
 
 
+if DEVICE.type == "cuda":
+
+    class DirectTest(WorkerTest):
+        """The same with a daemon that has the worker's GPU, whose copy engines bring what is stored to its place."""
+
+        flags = (*WorkerTest.flags, "--devices", "0", "--device-pool-bytes", "256MiB")
+
+        def test_staging_is_pinned_for_a_gpu(self) -> None:
+            half = self.rank().half
+            self.assertTrue(half.stores.direct)
+            self.assertFalse(half.stores.pinned)
+            self.assertTrue(half.loads.pinned)
+
+        def test_a_setting_has_stores_go_by_way_of_host_memory(self) -> None:
+            self.assertFalse(self.rank(direct=False).half.stores.direct)
+
+else:
+
+    class DirectTest(unittest.TestCase):
+        @unittest.skip("no GPU here: KVMANAGER_TEST_DEVICE=cuda")
+        def test_stores_by_the_daemons_gpu(self) -> None:
+            pass
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -40,6 +40,7 @@ class Settings:
     store_output: bool = True  # blocks of generated tokens, too
     calibration_dir: str = ""  # where the artifact lies that the codec names: pages are encoded in the engine's process
     map_gib: int = -1  # of the daemon's memory that a GPU's worker maps when it attaches; -1: what it gives; 0: none
+    direct: bool = True  # the daemon's GPU, where it has this worker's, copies what is stored
     plan: str = "cheaper"  # what is found is loaded where that is faster than computing it; "load": always
     required: bool = False  # an engine that cannot keep its blocks does not start
     peer: str = ""  # "HOST:PORT[,HOST:PORT]": where prefills of do_remote_decode are handed to; empty: nowhere

@@ -18,10 +18,10 @@ import time
 from typing import TYPE_CHECKING
 
 from .._link import Link, Session
-from ..errors import Error, UnavailableError
+from ..errors import Error, FailedPreconditionError, NotFoundError, UnavailableError, UnimplementedError
 from ..page_codec import PageCodec
 from ..paged import Fence, PagedCopy
-from ..stored import Extent, Extents, Geometry
+from ..stored import Extent, Extents, Geometry, range_bytes
 from .facts import Facts, Settings
 from .jobs import FinishJob, LoadJob, StoreJob
 from .mapped_load import CALLS, MAPPED_PAGES_MAX
@@ -33,13 +33,20 @@ from .packing import packing_of
 if TYPE_CHECKING:
     import torch
 
+    from .._lib import Handle
+    from ..arena import Arena
     from ..cache import Cache
+    from ..device import Device
     from ..paged_blocks import PagedBlocks
 
 _SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 _EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon, or of one batch of copies
 _STORE_BYTES = 128 << 20  # the same of a store that is encoded on a GPU
 _EXTENTS = 4  # of an arena, at least, where its size allows
+_DIRECT_RANGES = 6  # of an arena on the GPU: calls under way, and what is encoded meanwhile
+_DEVICES_MAX = 16  # of a daemon
+_PIN_WAIT_S = 120.0  # for the daemon to pin its memory, before it copies out of the GPU's
+_PIN_POLL_S = 0.2
 _LOG_S = 5.0
 _IDLE_WAIT_S = 0.002  # of a step without anything to compute, for loads: the engine sleeps a millisecond before the next
 _ALL_BYTES = 1 << 62  # more than any pool
@@ -67,6 +74,7 @@ class WorkerHalf:
         self.loads: Extents | None = None
         self.maps = False  # loads read the daemon's memory themselves; the link's thread
         self.paged: PagedBlocks | None = None  # likewise: what copies whole blocks in one call
+        self._lent: tuple[Handle, ...] = ()  # by the daemon, of a GPU; the link's thread
         self._step: list[StoreJob] = []  # of this step, their copies not all begun
         self._reading: dict[str, list[StoreJob]] = {}  # whose blocks may still be read, by request
         self._hashes: dict[str, tuple[str, list[bytes]]] = {}  # tenant and hashes of what was stored, by request
@@ -121,12 +129,12 @@ class WorkerHalf:
         made: list[Extents] = []
         try:
             for stores in (False, True):
+                if stores and (direct := self._direct_stores(session, cache, codec)) is not None:
+                    made.append(direct)
+                    continue
                 arena = session.client.create_arena(self._extents * self.extent_blocks * self.block_bytes)
                 if stores and self._encodes_apart(codec):
-                    # Two turns: blocks are encoded while others are copied to the arena. Windows take several at once.
-                    turns = min(self._extents, 4 if self.facts.windowed else 2)
-                    blocks = self._extents * self.extent_blocks // turns
-                    blocks = max(1, min(blocks, _STORE_BYTES // self.block_bytes))
+                    turns, blocks = self._encode_turns()
                     made.append(Extents(arena, codec, self.geometry, blocks, device, stagings=turns))
                 else:
                     made.append(Extents(arena, codec, self.geometry, self.extent_blocks, device))
@@ -135,7 +143,77 @@ class WorkerHalf:
             self.loads = self.stores = self.paged = None
             for extents in made:  # pinned
                 extents.close()
+            self._give_back()
             raise
+
+    def _encode_turns(self) -> tuple[int, int]:
+        """Extents of a store that is encoded on a GPU, and their blocks. Two turns: blocks are encoded while others are copied out of
+        there. Windows take several at once."""
+        turns = min(self._extents, 4 if self.facts.windowed else 2)
+        blocks = self._extents * self.extent_blocks // turns
+        return turns, max(1, min(blocks, _STORE_BYTES // self.block_bytes))
+
+    def _direct_stores(self, session: Session, cache: Cache, codec: PageCodec) -> Extents | None:
+        """Extents in an arena on this GPU, where the daemon has that GPU: its copy engines bring stored blocks to their place, and no
+        CPU copies them. None: blocks go by way of host memory."""
+        if not self.copies.cuda or not self.settings.direct:
+            return None
+        try:
+            device = self._daemons_device(session)
+            if device is None:
+                return None
+            turns, blocks = (None, self.extent_blocks) if codec.identity else self._encode_turns()
+            nbytes = _DIRECT_RANGES * range_bytes(codec, self.geometry, blocks, raw=codec.identity)
+            arena = device.create_arena(nbytes)
+            self._lent = arena, device
+            self._await_pinned(session, cache, arena)
+            extents = Extents(arena, codec, self.geometry, blocks, self.copies.device, stagings=turns)
+        except (Error, RuntimeError) as error:
+            self._give_back()
+            if isinstance(error, UnavailableError) and not self._answers(session):
+                raise
+            self._logger.warning("kvmanager: stores go by way of host memory, which takes longer: %s", error)
+            return None
+        self._logger.info("kvmanager: the daemon's GPU %d copies what is stored", device.ordinal)
+        return extents
+
+    def _give_back(self) -> None:
+        """The daemon's arena and stream on this GPU. No tensor is of the arena any more."""
+        lent, self._lent = self._lent, ()
+        for each in lent:
+            each.close()
+
+    def _daemons_device(self, session: Session) -> Device | None:
+        """This worker's GPU, if the daemon has it."""
+        import torch
+
+        with torch.cuda.device(self.copies.device):
+            for ordinal in range(_DEVICES_MAX):
+                try:
+                    device = session.client.open_device(ordinal)
+                except (FailedPreconditionError, NotFoundError, UnimplementedError):  # no GPUs, or no more
+                    return None
+                except UnavailableError:  # one that this process does not see, or the daemon has gone
+                    if not self._answers(session):
+                        raise
+                    continue
+                if device.index == self.copies.index:
+                    return device
+                device.close()
+        return None
+
+    @staticmethod
+    def _await_pinned(session: Session, cache: Cache, arena: Arena) -> None:
+        """Until the daemon can copy out of the arena. Errors: why it cannot."""
+        nothing, until = cache.external_names([]), time.monotonic() + _PIN_WAIT_S
+        while True:
+            try:
+                cache.write_blocks(nothing, b"", arena.tensor((0,), "uint8"))
+                return
+            except UnavailableError:
+                if time.monotonic() > until or not WorkerHalf._answers(session):
+                    raise
+                time.sleep(_PIN_POLL_S)
 
     def _encodes_apart(self, codec: PageCodec) -> bool:
         """Stores are encoded in memory that is not the arena's, and take less there than raw."""
@@ -200,6 +278,7 @@ class WorkerHalf:
                 self.copies.loaded().wait()
                 extents.close()
         self.loads = self.stores = self.paged = None
+        self._give_back()
         self.count("detachments")
 
     # A step.
