@@ -16,6 +16,7 @@
 #include "absl/types/span.h"
 #include "codecs/calibration.h"
 #include "codecs/device/device_codec.h"
+#include "codecs/layer_group.h"
 #include "codecs/page_attention.h"
 #include "codecs/sequence_index.h"
 #include "kvmanager/base/page_layout.h"
@@ -87,6 +88,9 @@ class Codec {
 
   virtual const CodecInfo& info() const = 0;
   virtual const PageLayout& layout() const = 0;
+  /// Which codec serves which layers (layer_group.h); the groups name codecs of this one, which outlives them.
+  /// layers: of the model, as the CodecContext said. Allocates: asked once, when a cache is opened.
+  virtual LayerGroups groups(int layers) const { return LayerGroups(layers, *this); }
 
   /// Bytes of scratch that Encode needs per call.
   virtual size_t encode_workspace_bytes() const = 0;

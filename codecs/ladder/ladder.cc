@@ -34,6 +34,7 @@ class LadderCodec final : public Codec, public WaitingCodec {
 
   const CodecInfo& info() const override { return info_; }
   const PageLayout& layout() const override { return rungs_[0]->layout(); }
+  LayerGroups groups(int layers) const override { return rungs_[0]->groups(layers); }
   size_t encode_workspace_bytes() const override { return rungs_[0]->encode_workspace_bytes(); }
   void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t> workspace) const override {
     rungs_[0]->Encode(items, workspace);

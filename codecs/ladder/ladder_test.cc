@@ -167,6 +167,10 @@ TEST_F(LadderTest, SaysAndDoesWhatItsFirstRungDoes) {
   EXPECT_EQ(&first->rung(0), first.get());
   EXPECT_EQ(&codec->attention(), &codec->rung(0).attention());
   EXPECT_EQ(codec->layout(), kLayout);
+  const LayerGroups groups = codec->groups(kLayers), firsts = codec->rung(0).groups(kLayers);
+  ASSERT_EQ(groups.all().size(), 2u);
+  for (int layer = 0; layer < kLayers; ++layer) EXPECT_EQ(groups.of(layer).codec, firsts.of(layer).codec);
+  EXPECT_EQ(groups.of(1).codec->info().spec, "raw");
   EXPECT_EQ(codec->NewDeviceCodec(), nullptr);
   EXPECT_EQ(codec->encode_workspace_bytes(), first->encode_workspace_bytes());
   EXPECT_EQ(codec->info().payload_bytes, first->info().payload_bytes);

@@ -12,8 +12,8 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "codecs/layer_group.h"
 #include "codecs/policy/policy_device_codec.h"
 #include "codecs/waiting_codec.h"
 #include "kvmanager/base/status.h"
@@ -32,19 +32,21 @@ struct LayerRange {
   int first = 0, last = 0;
 };
 
-/// Each layer's codec, by number.
+using Codecs = std::vector<std::unique_ptr<Codec>>;
+
+/// A policy while it is read: each layer's codec, by number.
 struct Policy {
-  std::vector<std::unique_ptr<Codec>> codecs;  // the first one is named without layers
-  std::vector<absl::string_view> texts;        // each codec's spec as it was written, while it is read
-  std::vector<size_t> codec_of;                // [layers]
-  std::optional<uint64_t> sinks;               // tokens; whole pages. nullopt: neither said nor the cache's
+  Codecs codecs;                         // the first one is named without layers
+  std::vector<absl::string_view> texts;  // each codec's spec as it was written
+  std::vector<size_t> codec_of;          // [layers]
+  std::optional<uint64_t> sinks;         // tokens; whole pages. nullopt: neither said nor the cache's
 };
 
 class PolicyAttention final : public PageAttention {
  public:
-  explicit PolicyAttention(const Policy& policy) {
-    for (const auto& codec : policy.codecs) every_.push_back(&codec->attention());
-    for (size_t codec : policy.codec_of) of_layer_.push_back(every_[codec]);
+  explicit PolicyAttention(const LayerGroups& groups) {
+    for (const LayerGroup& group : groups.all()) every_.push_back(&group.codec->attention());
+    for (int layer = 0; layer < groups.layers(); ++layer) of_layer_.push_back(every_[groups.number_of(layer)]);
   }
   size_t workspace_bytes(int rows) const override {
     size_t bytes = 0;
@@ -70,69 +72,76 @@ class PolicyAttention final : public PageAttention {
   }
 
  private:
-  std::vector<const PageAttention*> every_;
+  std::vector<const PageAttention*> every_;  // [groups]
   std::vector<const PageAttention*> of_layer_;
 };
 
-/// Layers of codec `which` as "0..1,5".
-std::string LayersText(const Policy& policy, size_t which) {
-  std::vector<std::string> ranges;
-  const int layers = static_cast<int>(policy.codec_of.size());
-  for (int first = 0; first < layers; ++first) {
-    if (policy.codec_of[first] != which) continue;
-    int last = first;
-    while (last + 1 < layers && policy.codec_of[last + 1] == which) ++last;
-    ranges.push_back(absl::StrCat(first, "..", last));
-    first = last;
+/// Layers of each of the policy's codecs, ascending.
+std::vector<std::vector<int>> ServedLayers(const Policy& policy) {
+  std::vector<std::vector<int>> served(policy.codecs.size());
+  for (size_t layer = 0; layer < policy.codec_of.size(); ++layer) {
+    served[policy.codec_of[layer]].push_back(static_cast<int>(layer));
   }
-  return absl::StrJoin(ranges, ",");
+  return served;
 }
 
-std::string DigestOfAll(const Policy& policy) {
+/// A group for each codec. REQUIRES: each has a layer.
+LayerGroups GroupsOf(const Policy& policy) {
+  std::vector<std::vector<int>> served = ServedLayers(policy);
+  std::vector<LayerGroup> groups;
+  for (size_t i = 0; i < policy.codecs.size(); ++i) {
+    groups.push_back({std::move(served[i]), policy.codecs[i]->layout(), policy.codecs[i].get()});
+  }
+  return LayerGroups(static_cast<int>(policy.codec_of.size()), std::move(groups));
+}
+
+std::string DigestOfAll(const LayerGroups& groups) {
   std::set<std::string> digests;
-  for (size_t codec : policy.codec_of) {
-    const std::string& digest = policy.codecs[codec]->info().calibration_digest;
+  for (const LayerGroup& group : groups.all()) {
+    const std::string& digest = group.codec->info().calibration_digest;
     if (!digest.empty()) digests.insert(digest);
   }
   return DigestOfArtifacts(digests);
 }
 
-CodecInfo InfoOf(const Policy& policy) {
-  if (policy.codecs.size() == 1) {
-    CodecInfo info = policy.codecs[0]->info();
-    info.sink_tokens = policy.sinks.value_or(0);
-    if (policy.sinks.has_value()) absl::StrAppend(&info.spec, ";", kSinks, "=", *policy.sinks);
+CodecInfo InfoOf(const LayerGroups& groups, std::optional<uint64_t> sinks) {
+  if (groups.all().size() == 1) {
+    CodecInfo info = groups.all()[0].codec->info();
+    info.sink_tokens = sinks.value_or(0);
+    if (sinks.has_value()) absl::StrAppend(&info.spec, ";", kSinks, "=", *sinks);
     return info;
   }
   CodecInfo info;
   info.name = "policy";
-  info.spec = policy.codecs[0]->info().spec;
   info.version = kPolicyVersion;
-  for (size_t i = 0; i < policy.codecs.size(); ++i) {
-    const CodecInfo& of = policy.codecs[i]->info();
+  for (const LayerGroup& group : groups.all()) {
+    const CodecInfo& of = group.codec->info();
     // Any codec's new version is a new version of the whole.
     info.version = info.version * 1000003u + of.version;
-    if (i > 0) absl::StrAppend(&info.spec, ";", LayersText(policy, i), "=", of.spec);
+    if (&group != &groups.all()[0]) absl::StrAppend(&info.spec, ";", LayerRanges(group.layers), "=");
+    absl::StrAppend(&info.spec, of.spec);
   }
-  info.sink_tokens = policy.sinks.value_or(0);
-  if (policy.sinks.has_value()) absl::StrAppend(&info.spec, ";", kSinks, "=", *policy.sinks);
-  info.calibration_digest = DigestOfAll(policy);
+  info.sink_tokens = sinks.value_or(0);
+  if (sinks.has_value()) absl::StrAppend(&info.spec, ";", kSinks, "=", *sinks);
+  info.calibration_digest = DigestOfAll(groups);
 
   // What a codec says of its padding is a mean over all layers, hence so here.
-  const size_t layers = policy.codec_of.size();
+  const int layers = groups.layers();
   std::vector<double> padding;
-  for (const auto& codec : policy.codecs) {
+  for (const LayerGroup& group : groups.all()) {
+    const CodecInfo& of = group.codec->info();
     double bytes = 0;
-    for (size_t layer = 0; layer < layers; ++layer) bytes += double(codec->info().page_bytes(int(layer)));
-    padding.push_back(bytes / double(layers) - double(codec->info().payload_bytes));
+    for (int layer = 0; layer < layers; ++layer) bytes += double(of.page_bytes(layer));
+    padding.push_back(bytes / double(layers) - double(of.payload_bytes));
   }
   double payload = 0;
-  for (size_t layer = 0; layer < layers; ++layer) {
-    const size_t bytes = policy.codecs[policy.codec_of[layer]]->info().page_bytes(int(layer));
+  for (int layer = 0; layer < layers; ++layer) {
+    const CodecInfo& of = groups.of(layer).codec->info();
+    const size_t bytes = of.page_bytes(layer);
     info.layer_bytes.push_back(static_cast<uint32_t>(bytes));
-    info.raw_layers.push_back(policy.codecs[policy.codec_of[layer]]->info().identity);
+    info.raw_layers.push_back(of.identity);
     info.encoded_bytes = std::max(info.encoded_bytes, bytes);
-    payload += double(bytes) - padding[policy.codec_of[layer]];
+    payload += double(bytes) - padding[groups.number_of(layer)];
   }
   info.payload_bytes = static_cast<size_t>(std::llround(payload / double(layers)));
   return info;
@@ -142,15 +151,24 @@ CodecInfo InfoOf(const Policy& policy) {
 /// GPU: such a codec is an identity and serves all layers, and MakePolicy then returns it as it is.
 class PolicyCodec final : public Codec, public WaitingCodec {
  public:
-  PolicyCodec(Policy policy, const PageLayout& layout)
-      : policy_(std::move(policy)), layout_(layout), info_(InfoOf(policy_)), attention_(policy_) {}
+  /// groups: of `codecs`.
+  PolicyCodec(Codecs codecs, LayerGroups groups, std::optional<uint64_t> sinks, const PageLayout& layout)
+      : codecs_(std::move(codecs)),
+        groups_(std::move(groups)),
+        layout_(layout),
+        info_(InfoOf(groups_, sinks)),
+        attention_(groups_) {}
 
   const CodecInfo& info() const override { return info_; }
   const PageLayout& layout() const override { return layout_; }
+  LayerGroups groups(int layers) const override {
+    KV_CHECK(layers == groups_.layers());
+    return groups_;
+  }
 
   size_t encode_workspace_bytes() const override {
     size_t bytes = 0;
-    for (const auto& codec : policy_.codecs) bytes = std::max(bytes, codec->encode_workspace_bytes());
+    for (const auto& codec : codecs_) bytes = std::max(bytes, codec->encode_workspace_bytes());
     return bytes;
   }
 
@@ -164,61 +182,56 @@ class PolicyCodec final : public Codec, public WaitingCodec {
         continue;
       }
       // As many as go to the same codec at once.
+      const LayerGroup& group = groups_.of(first.layer);
       size_t end = begin + 1;
-      for (; end < items.size() && policy_.codec_of[items[end].layer] == policy_.codec_of[first.layer] &&
-             !KeepsRaw(items[end]);
-           ++end) {
+      for (; end < items.size() && &groups_.of(items[end].layer) == &group && !KeepsRaw(items[end]); ++end) {
         items[end].is_sink = false;
       }
-      Of(first.layer).Encode(items.subspan(begin, end - begin), workspace);
+      group.codec->Encode(items.subspan(begin, end - begin), workspace);
       begin = end;
     }
   }
 
   void Decode(absl::Span<const DecodeItem> items) const override {
     for (size_t begin = 0; begin < items.size();) {
-      const size_t codec = policy_.codec_of[items[begin].layer];
+      const LayerGroup& group = groups_.of(items[begin].layer);
       size_t end = begin + 1;
-      while (end < items.size() && policy_.codec_of[items[end].layer] == codec) ++end;
-      policy_.codecs[codec]->Decode(items.subspan(begin, end - begin));
+      while (end < items.size() && &groups_.of(items[end].layer) == &group) ++end;
+      group.codec->Decode(items.subspan(begin, end - begin));
       begin = end;
     }
   }
 
   absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override {
-    return Of(layer).Validate(layer, encoded);
+    return groups_.of(layer).codec->Validate(layer, encoded);
   }
 
   const PageAttention& attention() const override { return attention_; }
 
-  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override {
-    std::vector<std::unique_ptr<DeviceCodec>> codecs;
-    for (const auto& codec : policy_.codecs) codecs.push_back(codec->NewDeviceCodec());
-    return MakePolicyDeviceCodec(std::move(codecs), policy_.codec_of, info_);
-  }
+  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override { return MakePolicyDeviceCodec(groups_, info_); }
 
   bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const override {
-    return Of(layer).OutputFactor(layer, kv_head, factor);
+    return groups_.of(layer).codec->OutputFactor(layer, kv_head, factor);
   }
 
   WorkerPool* workers() const override {
-    for (const auto& codec : policy_.codecs) {
+    for (const auto& codec : codecs_) {
       if (WorkerPool* const workers = WaitingWorkers(*codec); workers != nullptr) return workers;
     }
     return nullptr;
   }
   uint64_t unanswered() const override {
     uint64_t all = 0;
-    for (const auto& codec : policy_.codecs) all += UnansweredBy(*codec);
+    for (const auto& codec : codecs_) all += UnansweredBy(*codec);
     return all;
   }
 
  private:
   /// Sinks, and pages whose encoded form would be a copy.
   bool KeepsRaw(const EncodeItem& item) const { return info_.keeps_raw(int(item.layer), item.first_token); }
-  const Codec& Of(uint32_t layer) const { return *policy_.codecs[policy_.codec_of[layer]]; }
 
-  const Policy policy_;
+  const Codecs codecs_;
+  const LayerGroups groups_;
   const PageLayout layout_;
   const CodecInfo info_;
   const PolicyAttention attention_;
@@ -273,7 +286,7 @@ absl::StatusOr<uint64_t> ParseSinks(absl::string_view text, int page_tokens) {
 /// The default codec first if it has a layer, then the others in the order of their first layer; equal ones once, those
 /// without a layer not at all.
 void Normalize(Policy* policy) {
-  std::vector<std::unique_ptr<Codec>> codecs;
+  Codecs codecs;
   std::vector<absl::string_view> texts;
   std::vector<size_t> place(policy->codecs.size(), std::numeric_limits<size_t>::max());
   const auto keep = [&](size_t codec) {
@@ -298,11 +311,9 @@ void Normalize(Policy* policy) {
 
 /// Makes each codec anew for the layers that it serves, which are known only now that equal clauses are one.
 absl::Status NameServedLayers(const CodecRegistry& registry, CodecContext context, Policy* policy) {
+  std::vector<std::vector<int>> served = ServedLayers(*policy);
   for (size_t i = 0; i < policy->codecs.size(); ++i) {
-    context.served_layers.clear();
-    for (size_t layer = 0; layer < policy->codec_of.size(); ++layer) {
-      if (policy->codec_of[layer] == i) context.served_layers.push_back(int(layer));
-    }
+    context.served_layers = std::move(served[i]);
     KV_ASSIGN_OR_RETURN(policy->codecs[i], registry.Create(policy->texts[i], context));
   }
   return absl::OkStatus();
@@ -346,21 +357,19 @@ absl::StatusOr<std::unique_ptr<Codec>> MakePolicy(const CodecRegistry& registry,
   }
   Normalize(&policy);
   if (policy.codecs.size() > 1) KV_RETURN_IF_ERROR(NameServedLayers(registry, context, &policy));
-  policy.texts.clear();
-  const bool uniform = std::all_of(policy.codec_of.begin(), policy.codec_of.end(),
-                                   [&](size_t codec) { return codec == policy.codec_of[0]; });
   for (const std::unique_ptr<Codec>& codec : policy.codecs) {
-    if (!uniform && codec->NewIndex({}) != nullptr) {
+    if (policy.codecs.size() > 1 && codec->NewIndex({}) != nullptr) {
       return InvalidField("codec policy clause", codec->info().spec,
                           "a codec whose queries read everything; this one serves all layers of a cache, or none");
     }
   }
   // Raw pages cannot be kept more raw.
-  const bool all_raw = std::all_of(policy.codec_of.begin(), policy.codec_of.end(),
-                                   [&](size_t codec) { return policy.codecs[codec]->info().identity; });
+  const bool all_raw =
+      std::all_of(policy.codecs.begin(), policy.codecs.end(), [](const auto& codec) { return codec->info().identity; });
   if (all_raw) return std::move(policy.codecs[policy.codec_of[0]]);
   if (policy.codecs.size() == 1 && !policy.sinks.has_value()) return std::move(policy.codecs[0]);
-  auto codec = std::make_unique<PolicyCodec>(std::move(policy), context.layout);
+  LayerGroups groups = GroupsOf(policy);
+  auto codec = std::make_unique<PolicyCodec>(std::move(policy.codecs), std::move(groups), policy.sinks, context.layout);
   KV_RETURN_IF_ERROR(check_bytes("codec policy, all parameters named,", codec->info().spec.size()));
   return codec;
 }

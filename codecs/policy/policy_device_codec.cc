@@ -2,17 +2,19 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 namespace kvmanager {
 namespace {
 
 class PolicyDeviceCodec final : public DeviceCodec {
  public:
-  PolicyDeviceCodec(std::vector<std::unique_ptr<DeviceCodec>> codecs, std::vector<size_t> codec_of,
-                    const CodecInfo& info)
-      : codecs_(std::move(codecs)), codec_of_(std::move(codec_of)), info_(info) {}
+  PolicyDeviceCodec(std::vector<std::unique_ptr<DeviceCodec>> codecs, const LayerGroups& groups, const CodecInfo& info)
+      : codecs_(std::move(codecs)), info_(info) {
+    for (int layer = 0; layer < groups.layers(); ++layer) of_layer_.push_back(codecs_[groups.number_of(layer)].get());
+  }
 
-  const DeviceCodec& of(int layer) const override { return *codecs_[codec_of_[layer]]; }
+  const DeviceCodec& of(int layer) const override { return *of_layer_[layer]; }
   bool keeps_raw(int layer, uint64_t first_token) const override { return info_.keeps_raw(layer, first_token); }
   const device::AttendKernels* attention(int layer) const override { return of(layer).attention(layer); }
   const void* attention_data(int layer) const override { return of(layer).attention_data(layer); }
@@ -26,17 +28,18 @@ class PolicyDeviceCodec final : public DeviceCodec {
     return absl::FailedPreconditionError("layers have codecs of their own: ask the one of the layer (of(layer))");
   }
 
-  const std::vector<std::unique_ptr<DeviceCodec>> codecs_;
-  const std::vector<size_t> codec_of_;
+  const std::vector<std::unique_ptr<DeviceCodec>> codecs_;  // [groups]
+  std::vector<const DeviceCodec*> of_layer_;                // not the groups: their codecs may be gone before this is
   const CodecInfo info_;
 };
 
 }  // namespace
 
-std::unique_ptr<DeviceCodec> MakePolicyDeviceCodec(std::vector<std::unique_ptr<DeviceCodec>> codecs,
-                                                   std::vector<size_t> codec_of, const CodecInfo& info) {
+std::unique_ptr<DeviceCodec> MakePolicyDeviceCodec(const LayerGroups& groups, const CodecInfo& info) {
+  std::vector<std::unique_ptr<DeviceCodec>> codecs;
+  for (const LayerGroup& group : groups.all()) codecs.push_back(group.codec->NewDeviceCodec());
   if (std::find(codecs.begin(), codecs.end(), nullptr) != codecs.end()) return nullptr;
-  return std::make_unique<PolicyDeviceCodec>(std::move(codecs), std::move(codec_of), info);
+  return std::make_unique<PolicyDeviceCodec>(std::move(codecs), groups, info);
 }
 
 }  // namespace kvmanager

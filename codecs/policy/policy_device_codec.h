@@ -1,17 +1,15 @@
 // What a policy does on a GPU: each layer as its codec does.
 #pragma once
 
-#include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "codecs/codec.h"
 #include "codecs/device/device_codec.h"
+#include "codecs/layer_group.h"
 
 namespace kvmanager {
 
-/// codec_of: [layers of the model], among `codecs`. info: the policy's. nullptr where one of the codecs is.
-std::unique_ptr<DeviceCodec> MakePolicyDeviceCodec(std::vector<std::unique_ptr<DeviceCodec>> codecs,
-                                                   std::vector<size_t> codec_of, const CodecInfo& info);
+/// Made of the device codecs of the policy's groups; nullptr where one of them has none. info: the policy's.
+std::unique_ptr<DeviceCodec> MakePolicyDeviceCodec(const LayerGroups& groups, const CodecInfo& info);
 
 }  // namespace kvmanager

@@ -260,6 +260,30 @@ TEST_F(PolicyTest, InfoIsThatOfTheLayers) {
   EXPECT_TRUE(info.calibration_digest.empty());
 }
 
+TEST_F(PolicyTest, LayersOfOneTextAreAGroup) {
+  // As many names for one codec as there are: the two fine clauses, and the default among the coarse.
+  const auto codec = Make(absl::StrCat(kCoarse, ";0=", kFine, ";2=", kCoarse, ";3=raw;5..5=", Canonical(kFine)));
+  const LayerGroups groups = codec->groups(kLayers);
+  ASSERT_EQ(groups.all().size(), 3u);
+  const struct {
+    std::vector<int> layers;
+    std::string spec;
+  } kGroups[] = {{{1, 2, 4}, Canonical(kCoarse)}, {{0, 5}, Canonical(kFine)}, {{3}, "raw"}};
+  for (size_t i = 0; i < 3; ++i) {
+    const LayerGroup& group = groups.all()[i];
+    EXPECT_EQ(group.layers, kGroups[i].layers);
+    EXPECT_EQ(group.codec->info().spec, kGroups[i].spec);
+    EXPECT_EQ(group.layout, context_.layout);
+    for (int layer : group.layers) EXPECT_EQ(codec->info().page_bytes(layer), group.codec->info().page_bytes(layer));
+  }
+  // Sinks are the policy's, not of the codec in its group.
+  const auto kept = MakeForCache(kFine);
+  const LayerGroups all = kept->groups(kLayers);
+  ASSERT_EQ(all.all().size(), 1u);
+  EXPECT_EQ(all.all()[0].codec->info().spec, Canonical(kFine));
+  EXPECT_EQ(all.all()[0].codec->info().sink_tokens, 0u);
+}
+
 TEST_F(PolicyTest, CodecsAreToldWhichLayersTheyServe) {
   std::vector<std::vector<int>> told;  // by the last codec made of each digit
   registry_.Register(
