@@ -134,7 +134,7 @@ bool AppendInPieces::WriteNext() {
       bytes += slot.size();
     } else if (piece.written < piece.writes.size()) {
       WritePage(piece);
-      bytes += cache_->layout().raw_bytes();
+      bytes += cache_->layout(layer_).raw_bytes();
     } else {
       ++writing_;
     }
@@ -148,7 +148,7 @@ void AppendInPieces::WritePage(Piece& piece) {
   status_ = memory.WritePage(*cache_, layer_, entries_[write.entry], write);
   if (status_.ok() && write.at + write.tokens == cache_->page_tokens()) {
     StoreAppends::PageSums& sums = piece.sums[piece.written];
-    if (cache_->identity()) sums.raw = memory.Checksum(write.page, cache_->layout().raw_bytes());
+    if (cache_->identity()) sums.raw = memory.Checksum(write.page, cache_->layout(layer_).raw_bytes());
     if (write.activations != nullptr) {
       sums.activations = memory.Checksum(write.activations, cache_->activation_page_bytes());
     }

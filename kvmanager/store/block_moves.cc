@@ -66,7 +66,7 @@ void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr
         reserved.raw = slots->TakeRaw();
         page.source = PageData(*from, sources.raw);
         page.target = PageData(*to, reserved.raw);
-        page.bytes = to->layout().raw_bytes();
+        page.bytes = to->layout(layer).raw_bytes();
         page.raw = true;
         page.stays = !sources.encoded.valid();
         page.open_tokens = is_open ? forms.open_tokens : 0;

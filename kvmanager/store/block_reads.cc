@@ -121,7 +121,7 @@ class BlockReadsImpl final : public BlockReads {
         return false;
       }
       const bool encoded = page.encoded.valid();
-      const size_t bytes = encoded ? cache_->page_bytes(layer) : cache_->layout().raw_bytes();
+      const size_t bytes = encoded ? cache_->page_bytes(layer) : cache_->layout(layer).raw_bytes();
       const PageId slot = encoded ? page.encoded : page.raw;
       pages_.push_back({PageData(*cache_, slot), static_cast<uint32_t>(bytes), layer, /*raw=*/!encoded,
                         shown_ == nullptr ? std::nullopt : shown_->Showable(slot)});

@@ -173,7 +173,7 @@ absl::Status BlockWritesImpl::Reserve(uint32_t first, absl::Span<const BlockName
     Hold(block);
     for (uint32_t layer = 0; layer < layers(); ++layer) {
       StoredPage page{.layer = layer, .raw = raw[i * layers() + layer] != 0};
-      page.bytes = static_cast<uint32_t>(page.raw ? cache_->layout().raw_bytes() : cache_->page_bytes(layer));
+      page.bytes = static_cast<uint32_t>(page.raw ? cache_->layout(layer).raw_bytes() : cache_->page_bytes(layer));
       if (is_new_.back()) {
         PageChange reserved;
         const PageId slot = page.raw ? slots.TakeRaw() : slots.TakeEncoded(*cache_, layer);

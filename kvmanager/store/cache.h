@@ -11,6 +11,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "codecs/codec.h"
+#include "codecs/layer_group.h"
 #include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/worker_pool.h"
@@ -31,6 +32,7 @@ struct Cache {
   CacheConfig config;  // codec canonical
   CacheDigest digest;
   std::shared_ptr<const Codec> codec;  // shared with encode jobs and attention under way
+  LayerGroups groups;                  // the codec's, of all layers; each has the cache's layout
   std::unique_ptr<Codec> raw;          // for attention on raw pages
   Tier* tier = nullptr;
   TenantId tenant = 0;
@@ -53,7 +55,10 @@ struct Cache {
   uint64_t encoded_bytes = 0;
   uint64_t activation_bytes = 0;
 
+  /// Of what all layers have alike.
   const PageLayout& layout() const { return config.layout; }
+  /// Of a page of this layer.
+  const PageLayout& layout(uint32_t layer) const { return groups.of(layer).layout; }
   /// Codecs of its encoded pages; more than one of a ladder.
   int rungs() const { return codec->rungs(); }
   int page_tokens() const { return config.layout.page_tokens; }
@@ -68,7 +73,7 @@ struct Cache {
   }
   /// Bytes of the form in which an aged page is read, unless the codec declines it for what is in it.
   uint64_t aged_bytes(uint32_t block, uint32_t layer) const {
-    return keeps_raw(block, layer) ? layout().raw_bytes() : page_bytes(layer);
+    return keeps_raw(block, layer) ? layout(layer).raw_bytes() : page_bytes(layer);
   }
   FormBytes slot_bytes(uint32_t layer, PageKind kind = PageKind::kKeysValues, int rung = 0) const {
     if (kind == PageKind::kActivations) return {activation_slot_bytes, activation_slot_bytes};

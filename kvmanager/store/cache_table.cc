@@ -31,6 +31,25 @@ absl::StatusOr<std::shared_ptr<const Codec>> CacheDirectory::MakeCodec(const Cod
   return std::shared_ptr<const Codec>(std::move(codec));
 }
 
+namespace {
+
+std::string ShapeText(const PageLayout& layout) {
+  return absl::StrCat("dtype ", static_cast<int>(layout.dtype), ", kv_heads ", layout.kv_heads, ", head_dim ",
+                      layout.head_dim, ", page_tokens ", layout.page_tokens);
+}
+
+// Slots, wire and kernels know one page shape of a cache.
+absl::Status CheckShapes(const LayerGroups& groups, const PageLayout& layout) {
+  for (const LayerGroup& group : groups.all()) {
+    if (group.layout == layout) continue;
+    return InvalidField(absl::StrCat("page shape of layers ", LayerRanges(group.layers)), ShapeText(group.layout),
+                        absl::StrCat(ShapeText(layout), ", the cache's: several page shapes are not stored yet"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::StatusOr<CacheId> CacheTable::Open(const CacheConfig& config, std::shared_ptr<const Codec> codec) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindOrOpen(config, std::move(codec), nullptr));
   cache->wanted = true;
@@ -84,6 +103,8 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
     by_opened_.emplace(found->opened, found.get());
     return found;
   }
+  cache->groups = cache->codec->groups(config.layers);
+  KV_RETURN_IF_ERROR(CheckShapes(cache->groups, config.layout));
   const int rungs = cache->rungs();
   if (rungs > 1 && cache->tier->lower() != nullptr) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),

@@ -204,7 +204,7 @@ Block* DiskLoads::Read(const std::shared_ptr<Cache>& cache, const DiskBlock& blo
     MovingPage page;
     page.to = {target, layer};
     page.target = PageData(*cache, slot);
-    page.bytes = raw ? cache->layout().raw_bytes() : cache->page_bytes(layer);
+    page.bytes = raw ? cache->layout(layer).raw_bytes() : cache->page_bytes(layer);
     page.raw = raw;
     parts_.blocks->Apply(page.to, PageEvent::kReserve, reserved);
     targets.push_back({page.target, static_cast<uint32_t>(page.bytes)});

@@ -24,7 +24,7 @@ bool IsLowered(const Block& block) { return block.is_lowering || block.rung() > 
 uint64_t StayingBytes(const Block& block) {
   uint64_t bytes = 0;
   for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
-    bytes += block.pages[layer].declined ? block.cache->layout().raw_bytes() : block.cache->page_bytes(layer);
+    bytes += block.pages[layer].declined ? block.cache->layout(layer).raw_bytes() : block.cache->page_bytes(layer);
   }
   return bytes;
 }
@@ -176,7 +176,7 @@ void DiskWrites::Start(Block* block, bool demotes) {
   uint64_t bytes = 0;
   for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
     const Page& page = block->pages[layer];
-    const uint64_t page_bytes = page.declined ? cache->layout().raw_bytes() : cache->page_bytes(layer);
+    const uint64_t page_bytes = page.declined ? cache->layout(layer).raw_bytes() : cache->page_bytes(layer);
     record.pages.push_back({static_cast<uint32_t>(page_bytes), page.declined, page.checksum});
     sources.push_back(PageData(*cache, page.declined ? page.raw : page.encoded));
     bytes += page_bytes;

@@ -109,7 +109,7 @@ void ExportedSequence::ListPage(const Sequence& sequence, uint32_t block, uint32
     holds_.numbers.push_back(kNotEncoded);
     ++kept_[layer];
   } else {
-    const uint64_t bytes = keeps_raw ? cache_->layout().raw_bytes() : cache_->page_bytes(layer);
+    const uint64_t bytes = keeps_raw ? cache_->layout(layer).raw_bytes() : cache_->page_bytes(layer);
     holds_.numbers.push_back(static_cast<uint32_t>(first_.pages.size()));
     first_.pages.push_back({block, layer, bytes});
     header_bytes_ += bytes;
@@ -297,13 +297,13 @@ void ExportedSequence::GoOn() {
 
 bool ExportedSequence::CopyOpenPages() {
   if (copy_ == nullptr) return false;
-  for (size_t bytes = 0; copied_ < cache_->layers(); ++copied_, bytes += cache_->layout().raw_bytes()) {
+  for (size_t bytes = 0; copied_ < cache_->layers(); bytes += cache_->layout(copied_++).raw_bytes()) {
     if (bytes >= SequenceExports::kBytesAtOnce) return true;
     const PageRef& open = holds_.open[copied_];
     const PageId slot = copy_->pages[copied_].raw;
     std::vector<OpenCopy> later;
     cache_->tier->memory().CopyOpen(*cache_, copied_, open.page(), slot, open_tokens(), &later);
-    if (later.empty()) ZeroRawTail(cache_->layout(), PageData(*cache_, slot), open_tokens());
+    if (later.empty()) ZeroRawTail(cache_->layout(copied_), PageData(*cache_, slot), open_tokens());
     for (const OpenCopy& copy : later)
       open_pages_.push_back({PageData(*cache_, copy.from), PageData(*cache_, copy.to)});
   }
@@ -364,7 +364,7 @@ bool ExportedSequence::MakeTrailer() {
 
 size_t ExportedSequence::AddLast(const PageRef& ref, uint32_t block) {
   const Page& page = ref.page();
-  const absl::Span<const uint8_t> bytes(RawPageData(*cache_, page), cache_->layout().raw_bytes());
+  const absl::Span<const uint8_t> bytes(RawPageData(*cache_, page), cache_->layout(ref.layer).raw_bytes());
   KV_CHECK(bytes.data() != nullptr);
   const bool kept = page.state == PageState::kResident && page.declined && block < full_blocks_;
   const uint32_t number = static_cast<uint32_t>(first_.size() + last_.pages.size());

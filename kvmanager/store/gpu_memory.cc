@@ -44,10 +44,12 @@ class GpuMemory final : public MemoryBackend {
   void Train(IndexTraining training) const override {
     const Cache& cache = training.cache;
     IndexJob& job = *training.job;
-    job.place = training.sequence.index_places[job.layer()].book;
+    const int layer = job.layer();
+    job.place = training.sequence.index_places[layer].book;
     KV_CHECK(job.place != nullptr);
-    executor_->Train({training.sequence.id, training.job, std::move(training.pages), cache.layout().raw_bytes() / 2,
-                      cache.tier->pool()->Data(job.place->slot), std::move(training.done)});
+    executor_->Train({training.sequence.id, training.job, std::move(training.pages),
+                      cache.layout(layer).raw_bytes() / 2, cache.tier->pool()->Data(job.place->slot),
+                      std::move(training.done)});
   }
 
  private:

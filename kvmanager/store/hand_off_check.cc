@@ -87,7 +87,7 @@ absl::Status HeaderCheck::CheckPage(size_t i) {
                         absl::StrCat(block_min, "..", int64_t{first_.aged[page.layer]} - 1, ", the aged pages"));
   }
   const bool keeps_raw = cache_.keeps_raw(page.block, page.layer);
-  const uint64_t raw_bytes = cache_.layout().raw_bytes(), encoded_bytes = cache_.page_bytes(page.layer);
+  const uint64_t raw_bytes = cache_.layout(page.layer).raw_bytes(), encoded_bytes = cache_.page_bytes(page.layer);
   const uint64_t bytes = keeps_raw ? raw_bytes : encoded_bytes;
   // An earlier build names a sink as an encoded page, withdraws it, and sends it with the trailer.
   if (page.bytes != encoded_bytes && page.bytes != bytes) {
@@ -207,7 +207,7 @@ absl::Status TrailerCheck::CheckPage(size_t i) {
   ++form_;
   if (page.layer != layer) return InvalidField(field("layer"), page.layer, absl::StrCat(layer));
   if (page.block != block) return InvalidField(field("block"), page.block, absl::StrCat(block));
-  const uint64_t bytes = cache_.layout().raw_bytes();
+  const uint64_t bytes = cache_.layout(page.layer).raw_bytes();
   if (page.bytes != bytes) return InvalidField(field("bytes"), page.bytes, absl::StrCat(bytes));
   return absl::OkStatus();
 }

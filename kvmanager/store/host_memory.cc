@@ -68,8 +68,9 @@ class HostMemory final : public MemoryBackend {
     });
   }
   // What an error leaves in an open page's unused tokens is overwritten by the next append.
-  absl::Status WritePage(const Cache& cache, int, const AppendEntry& entry, const PageWrite& write) const override {
-    const PageLayout& layout = cache.layout();
+  absl::Status WritePage(const Cache& cache, int layer, const AppendEntry& entry,
+                         const PageWrite& write) const override {
+    const PageLayout& layout = cache.layout(layer);
     CopyTokens(layout, entry, write.first, write.tokens, write.page, write.at);
     NonFinite where;
     if (FindNonFinite(layout, write.page, write.at, write.tokens, &where)) {
@@ -81,10 +82,10 @@ class HostMemory final : public MemoryBackend {
     if (write.activations == nullptr) return absl::OkStatus();
     return CopyActivations(cache, entry, write.entry, write.first, write.tokens, write.activations, write.at);
   }
-  void CopyOpen(const Cache& cache, uint32_t, const Page& from, PageId to, int tokens,
+  void CopyOpen(const Cache& cache, uint32_t layer, const Page& from, PageId to, int tokens,
                 std::vector<OpenCopy>*) const override {
     const SlotPool& pool = *cache.tier->pool();
-    CopyRawPrefix(cache.layout(), pool.Data(from.raw.valid() ? from.raw : from.encoded), pool.Data(to), tokens);
+    CopyRawPrefix(cache.layout(layer), pool.Data(from.raw.valid() ? from.raw : from.encoded), pool.Data(to), tokens);
   }
   uint64_t Checksum(const uint8_t* bytes, size_t size) const override { return kvmanager::Checksum(bytes, size); }
   absl::StatusOr<uint64_t> LookAtArrival(absl::FunctionRef<absl::StatusOr<uint64_t>()> look) const override {

@@ -19,11 +19,12 @@ uint32_t MovedBytes(uint64_t bytes) {
 
 // On a worker: the bytes come from memory that engines write.
 void LookAt(const Cache& cache, MovingPage& page) {
+  const PageLayout& layout = cache.layout(page.to.layer);
   // The rest of an open page is what the slot held before.
-  if (page.open_tokens > 0) ZeroRawTail(cache.layout(), page.target, page.open_tokens);
+  if (page.open_tokens > 0) ZeroRawTail(layout, page.target, page.open_tokens);
   if (page.raw || cache.identity()) {
     NonFinite where;
-    page.refused = FindNonFinite(cache.layout(), page.target, 0, cache.page_tokens(), &where);
+    page.refused = FindNonFinite(layout, page.target, 0, cache.page_tokens(), &where);
   } else {
     page.refused = !cache.codec->Validate(static_cast<int>(page.to.layer), {page.target, page.bytes}).ok();
   }

@@ -22,7 +22,7 @@ inline const uint8_t* RawPageData(const Cache& cache, const Page& page) {
 inline uint64_t PageChecksum(const Cache& cache, uint32_t layer, const Page& page) {
   const MemoryBackend& memory = cache.tier->memory();
   if (page.encoded.valid()) return memory.Checksum(PageData(cache, page.encoded), cache.page_bytes(layer, page.rung));
-  return memory.Checksum(PageData(cache, page.raw), cache.layout().raw_bytes());
+  return memory.Checksum(PageData(cache, page.raw), cache.layout(layer).raw_bytes());
 }
 
 }  // namespace kvmanager

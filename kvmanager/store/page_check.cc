@@ -15,7 +15,7 @@ absl::StatusOr<uint64_t> CheckPageBytes(const Cache& cache, uint32_t layer, bool
     return Checksum(bytes.data(), bytes.size());
   }
   NonFinite where;
-  if (FindNonFinite(cache.layout(), bytes.data(), 0, cache.page_tokens(), &where)) {
+  if (FindNonFinite(cache.layout(layer), bytes.data(), 0, cache.page_tokens(), &where)) {
     return InvalidField(absl::StrCat(field, where.side == 0 ? ".k" : ".v", "[head ", where.head, "][token ",
                                      where.token, "][channel ", where.channel, "]"),
                         "NaN or Inf", "finite");

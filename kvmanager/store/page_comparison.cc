@@ -16,7 +16,7 @@ void PageComparison::Add(Block* block) {
     }
     // The page keeps this form while the block is held.
     const bool encoded = page.encoded.valid();
-    const size_t size = encoded ? cache.page_bytes(layer, page.rung) : cache.layout().raw_bytes();
+    const size_t size = encoded ? cache.page_bytes(layer, page.rung) : cache.layout(layer).raw_bytes();
     pages_.push_back({&cache.tier->memory(), PageData(cache, encoded ? page.encoded : page.raw), size, page.checksum,
                       blocks_.size() - 1});
     bytes_ += size;

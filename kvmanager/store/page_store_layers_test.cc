@@ -1,6 +1,9 @@
 // Layers whose encoded pages differ in size, and pages that a policy keeps raw.
 #include <gtest/gtest.h>
 
+#include <memory>
+#include <utility>
+
 #include "kvmanager/store/store_fixture.h"
 
 namespace kvmanager {
@@ -114,6 +117,46 @@ TEST_F(LayersTest, SinksOfAPrefixHitAreReadRaw) {
   expect_form(lease->pages(0)[0], 0);
   // Of two layers: two pages, and the later sequence's own second one. Pages that were found are not asked again.
   EXPECT_EQ(test().store_metrics.sink_pages.Value(), 6);
+}
+
+// Pages of the last layer have another shape: `last`'s.
+class TwoShapes final : public Codec {
+ public:
+  TwoShapes(std::unique_ptr<Codec> first, std::unique_ptr<Codec> last)
+      : first_(std::move(first)), last_(std::move(last)) {}
+  const CodecInfo& info() const override { return first_->info(); }
+  const PageLayout& layout() const override { return first_->layout(); }
+  LayerGroups groups(int layers) const override {
+    LayerGroup most{.layers = {}, .layout = first_->layout(), .codec = first_.get()};
+    for (int layer = 0; layer + 1 < layers; ++layer) most.layers.push_back(layer);
+    return LayerGroups(layers, {std::move(most), {{layers - 1}, last_->layout(), last_.get()}});
+  }
+  size_t encode_workspace_bytes() const override { return 0; }
+  void Encode(absl::Span<EncodeItem>, absl::Span<uint8_t>) const override {}
+  void Decode(absl::Span<const DecodeItem>) const override {}
+  absl::Status Validate(int, absl::Span<const uint8_t>) const override { return absl::OkStatus(); }
+  const PageAttention& attention() const override { return first_->attention(); }
+
+ private:
+  const std::unique_ptr<Codec> first_, last_;
+};
+
+TEST_F(LayersTest, ACacheOfSeveralPageShapesIsRefused) {
+  const CacheConfig config = MakeConfig("fake", 0, "a", kLayers);
+  PageLayout wider = config.layout;
+  wider.head_dim *= 2;
+  const auto make = [&](const PageLayout& layout) { return *test().registry.Create("fake", layout); };
+  const auto open = [&](const PageLayout& last) {
+    return store().caches().Open(config, std::make_shared<TwoShapes>(make(config.layout), make(last)));
+  };
+  const absl::Status refused = open(wider).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+  const ErrorDetail detail = DetailOf(refused);
+  EXPECT_EQ(detail.field, "page shape of layers 5..5");
+  EXPECT_NE(detail.value.find(absl::StrCat("head_dim ", wider.head_dim, ",")), std::string::npos) << refused;
+  EXPECT_NE(detail.bound.find(absl::StrCat("head_dim ", config.layout.head_dim, ",")), std::string::npos) << refused;
+  EXPECT_TRUE(store().caches().List().empty());
+  EXPECT_TRUE(open(config.layout).ok());
 }
 
 }  // namespace
