@@ -74,6 +74,10 @@ struct Block : Evictable {
     }
     return has_encoded;
   }
+  /// Whether it is the block that a name with its key means at place `at` of a sequence.
+  bool Is(const BlockName& with_its_key, uint32_t at) const {
+    return index == at && name.tokens == with_its_key.tokens;
+  }
   /// Every layer's page of K and V is sealed. (Activations are a help: nothing waits for them.)
   bool is_full() const {
     for (const Page& page : pages) {

@@ -6,6 +6,7 @@
 
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/memory_backend.h"
+#include "kvmanager/store/prefix_walk.h"
 
 namespace kvmanager {
 
@@ -208,9 +209,12 @@ bool BlockIndex::VerifyChecksums(const Block& block) {
 }
 
 Block* BlockIndex::Find(Cache& cache, const BlockName& name, uint32_t index, Bytes bytes, MissReason* reason) {
-  Block* block = cache.table.FindAndPin(name, index, reason);
-  if (block == nullptr) return nullptr;
-  MakeUnevictable(block);
+  Block* const block = cache.table.Find(name, index, reason);
+  return block == nullptr ? nullptr : Take(block, bytes, reason);
+}
+
+Block* BlockIndex::Take(Block* block, Bytes bytes, MissReason* reason) {
+  Hold(block);
   if (bytes == Bytes::kVerify && IsUnverified(*block)) {
     const bool intact = VerifyChecksums(*block);
     if (!intact) *reason = MissReason::kChecksum;
@@ -254,21 +258,15 @@ void BlockIndex::Name(Block* block, const BlockName& name, EvictionRun* run) {
 
 std::vector<Block*> BlockIndex::FindPrefix(Cache& cache, absl::Span<const BlockName> names, Bytes bytes, bool lower_too,
                                            Cache* lower, MatchResult* match) {
+  const PrefixPlaces places{{&cache, /*arriving=*/lower_too}, {lower_too ? lower : nullptr}};
   std::vector<Block*> found;
   for (const BlockName& name : names) {
-    const uint32_t index = static_cast<uint32_t>(found.size());
-    Block* block = Find(cache, name, index, bytes, &match->reason);
-    if (block == nullptr && match->reason == MissReason::kNotFound && lower_too) {
-      const auto arriving = cache.arriving.find(name.key);
-      if (arriving != cache.arriving.end() && arriving->second->index == index &&
-          arriving->second->name.tokens == name.tokens) {
-        match->reason = MissReason::kNone;
-        block = arriving->second;
-        Hold(block);
-      } else if (lower != nullptr) {
-        block = Find(*lower, name, index, bytes, &match->reason);
-      }
-    }
+    const NextBlock next = FindNextBlock(places, name, static_cast<uint32_t>(found.size()));
+    match->reason = next.reason;
+    if (next.block == nullptr) break;
+    // What is on its way has no bytes to compare yet.
+    const Bytes looked_at = next.place == BlockPlace::kArriving ? Bytes::kTrust : bytes;
+    Block* const block = Take(next.block, looked_at, &match->reason);
     if (block == nullptr) break;
     found.push_back(block);
   }

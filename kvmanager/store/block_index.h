@@ -107,6 +107,8 @@ class BlockIndex {
   /// A page of a ladder may have another encoded form, or none.
   void NoteRungs(int rung_before, uint64_t bytes_before, const Page& page, uint64_t bytes_after);
   static bool VerifyChecksums(const Block& block);
+  /// A block that was found: held, once its bytes are looked at. nullptr and the reason: it is corrupt, and dropped.
+  Block* Take(Block* block, Bytes bytes, MissReason* reason);
   void Unname(Block* block, GoneReason reason, const Cache* taker);
   void ShowEvictable();
   void Dispose(Block* block);  // nobody holds it, it has no name

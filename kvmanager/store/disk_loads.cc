@@ -5,6 +5,7 @@
 
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/memory_backend.h"
+#include "kvmanager/store/prefix_walk.h"
 
 namespace kvmanager {
 namespace {
@@ -67,18 +68,22 @@ class DiskLoads::Load final : public DiskLoad {
   static bool Came(const Block& block) { return block.corrupt || block.pages[0].state != PageState::kReceiving; }
 
   bool Walk() {
+    if (host_ == nullptr) {
+      host_ = loads_.parts_.caches->FindIn(cache_->digest, loads_.parts_.host);
+      if (host_ != nullptr) ++host_->leases;
+    }
     size_t pages = 0;
     for (size_t looked = 0; looked < kNamesOfPiece && pages < kPagesOfPiece; ++looked) {
       const size_t at = held_.size();
       if (at == names_.size()) return EndWalk();
       const BlockName& name = names_[at];
       const uint32_t index = first_ + static_cast<uint32_t>(at);
-      if (Block* const block = FindHere(name, index)) {
-        Hold(block, 0);
+      const NextBlock next = FindNextBlock(Places(), name, index);
+      if (next.block != nullptr) {
+        Hold(next.block, 0);
         continue;
       }
-      const DiskBlock* const there = loads_.parts_.disk->Find(cache_->digest, name.key);
-      if (there == nullptr || !Fits(*cache_, *there, name, index)) return EndWalk();
+      if (next.on_disk == nullptr || !Fits(*cache_, *next.on_disk)) return EndWalk();
       if (on_their_way_ >= kLoadBytesMax) {
         WaitForBlock();
         return false;
@@ -89,7 +94,7 @@ class DiskLoads::Load final : public DiskLoad {
         return false;
       }
       if (!EnsureHost()) return EndWalk();
-      Block* const block = loads_.Read(host_, *there, name);
+      Block* const block = loads_.Read(host_, *next.on_disk, name);
       if (block == nullptr) return EndWalk();
       Hold(block, loads_.readings_.at(block).bytes);
       pages += host_->layers();
@@ -103,20 +108,11 @@ class DiskLoads::Load final : public DiskLoad {
     loads_.WakeForRoom();
     return true;
   }
-  // In the cache's own memory, in the host's, or on its way there.
-  Block* FindHere(const BlockName& name, uint32_t index) {
-    MissReason reason;
-    if (Block* const block = cache_->table.Find(name, index, &reason)) return block;
-    if (host_ == nullptr) {
-      host_ = loads_.parts_.caches->FindIn(cache_->digest, loads_.parts_.host);
-      if (host_ == nullptr) return nullptr;
-      ++host_->leases;
-    }
-    if (Block* const block = host_->table.Find(name, index, &reason)) return block;
-    const auto arriving = host_->arriving.find(name.key);
-    if (arriving == host_->arriving.end()) return nullptr;
-    Block* const block = arriving->second;
-    return block->index == index && block->name.tokens == name.tokens ? block : nullptr;
+  // The cache's own memory, and the host's, where what the disk has comes to.
+  PrefixPlaces Places() const {
+    const PrefixPlaces::Memory host{host_.get(), /*arriving=*/true};
+    if (cache_ == host_) return {host, {}, loads_.parts_.disk};
+    return {{cache_.get()}, host, loads_.parts_.disk};
   }
   bool EnsureHost() {
     if (host_ != nullptr) return true;
@@ -162,10 +158,11 @@ class DiskLoads::Load final : public DiskLoad {
   absl::AnyInvocable<void()> fn_;
 };
 
-bool DiskLoads::Fits(const Cache& cache, const DiskBlock& block, const BlockName& name, uint32_t index) {
-  if (block.tokens != name.tokens || block.index != index || block.layers != cache.layers()) return false;
+bool DiskLoads::Fits(const Cache& cache, const DiskBlock& block) {
+  if (block.layers != cache.layers()) return false;
   for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
-    if (cache.identity() ? block.IsRaw(layer) : cache.keeps_raw(index, layer) && !block.IsRaw(layer)) return false;
+    if (cache.identity() ? block.IsRaw(layer) : cache.keeps_raw(block.index, layer) && !block.IsRaw(layer))
+      return false;
   }
   return true;
 }

@@ -66,8 +66,8 @@ class DiskLoads {
     std::vector<Load*> waiting;
   };
 
-  /// Whether the disk's block can be one of `cache` by this name.
-  static bool Fits(const Cache& cache, const DiskBlock& block, const BlockName& name, uint32_t index);
+  /// Whether the disk's block has the pages that one of `cache` has.
+  static bool Fits(const Cache& cache, const DiskBlock& block);
   /// Takes slots and begins to read; the new block. nullptr: there is no room.
   Block* Read(const std::shared_ptr<Cache>& cache, const DiskBlock& block, const BlockName& name);
   void OnRead(Block* target, std::vector<MovingPage> pages, absl::StatusOr<std::vector<uint64_t>> checksums);

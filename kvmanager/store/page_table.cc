@@ -18,12 +18,6 @@ Block* PageTable::Find(const BlockName& name, uint32_t index, MissReason* reason
   return block;
 }
 
-Block* PageTable::FindAndPin(const BlockName& name, uint32_t index, MissReason* reason) {
-  Block* block = Find(name, index, reason);
-  if (block != nullptr) ++block->holders;
-  return block;
-}
-
 Block* PageTable::FindKey(const BlockKey& key) const {
   auto found = blocks_.find(key);
   if (found == blocks_.end() && fill_ != nullptr && fill_(key)) found = blocks_.find(key);

@@ -27,8 +27,6 @@ class PageTable {
 
   /// The block named `name` at place `index` of a sequence, or nullptr and the reason.
   Block* Find(const BlockName& name, uint32_t index, MissReason* reason) const;
-  /// Find, and one more holder of the block found, in one step: nothing can evict it in between.
-  Block* FindAndPin(const BlockName& name, uint32_t index, MissReason* reason);
   /// The block with this key, whatever its place and tokens, or nullptr.
   Block* FindKey(const BlockKey& key) const;
   /// `fill` is called when a key is not found: true: it has inserted the block now. nullptr: nobody is asked.

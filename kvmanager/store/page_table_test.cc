@@ -59,18 +59,16 @@ TEST(PageTable, SaysWhyItFoundNothing) {
   block.name = NameOf(7);
   table.Insert(&block);
   MissReason reason;
-  EXPECT_EQ(table.FindAndPin(NameOf(7), 3, &reason), &block);
+  EXPECT_EQ(table.Find(NameOf(7), 3, &reason), &block);
   EXPECT_EQ(reason, MissReason::kNone);
-  EXPECT_EQ(block.holders, 1);
-  EXPECT_EQ(table.FindAndPin(NameOf(8), 3, &reason), nullptr);
+  EXPECT_EQ(table.Find(NameOf(8), 3, &reason), nullptr);
   EXPECT_EQ(reason, MissReason::kNotFound);
-  EXPECT_EQ(table.FindAndPin(NameOf(7), 4, &reason), nullptr);
+  EXPECT_EQ(table.Find(NameOf(7), 4, &reason), nullptr);
   EXPECT_EQ(reason, MissReason::kNotFound);
   BlockName other = NameOf(7);
   other.tokens.bytes[0] ^= 1;
-  EXPECT_EQ(table.FindAndPin(other, 3, &reason), nullptr);
+  EXPECT_EQ(table.Find(other, 3, &reason), nullptr);
   EXPECT_EQ(reason, MissReason::kTokenMismatch);
-  EXPECT_EQ(block.holders, 1);
   table.Erase(&block);
 }
 

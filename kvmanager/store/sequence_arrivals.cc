@@ -175,7 +175,7 @@ Block* ArrivalLeaseImpl::FindEqual(const Block& block) {
   for (uint32_t layer = 0; layer < to_->layers(); ++layer) holds_raw |= sequence_->HoldsRaw(block.index, layer);
   if (const auto found = to_->arriving.find(block.name.key); found != to_->arriving.end() && !holds_raw) {
     Block* const arriving = found->second;
-    if (arriving->index != block.index || arriving->name.tokens != block.name.tokens) return nullptr;
+    if (!arriving->Is(block.name, block.index)) return nullptr;
     parts_.blocks->Hold(arriving);
     return arriving;
   }
