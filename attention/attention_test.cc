@@ -17,6 +17,7 @@
 #include "codecs/registry.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/half.h"
+#include "kvmanager/base/reading_rule.h"
 
 namespace kvmanager {
 namespace {
@@ -149,9 +150,9 @@ class Context {
   }
 
   bool ReadsRaw(int page, int own, int lag_pages) const {
-    if (pages_[page].encoded == nullptr) return true;
-    if (pages_[page].raw == nullptr) return false;
-    return page == own || (pages_[page].lag_applies && own - page <= lag_pages);
+    const AttentionPage& of = pages_[page];
+    return ReadingRule::ReadsRaw(of.raw != nullptr, of.encoded != nullptr, of.lag_applies, uint32_t(own - page),
+                                 uint32_t(lag_pages));
   }
 
   /// Doubles over what each query token reads: raw values, or decoded ones.

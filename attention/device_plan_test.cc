@@ -10,6 +10,7 @@
 
 #include "attention/device_plan_testing.h"
 #include "gtest/gtest.h"
+#include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -156,8 +157,8 @@ TEST(DevicePlan, EveryRowReadsEveryPageOnceInTheFormThatTheRulesSay) {
         std::vector<PageForm> forms;
         for (uint32_t j = 0; j <= own; ++j) {
           const DevicePage& page = s.pages[j];
-          const bool near = j == own || (j >= s.aged && own - j <= uint32_t(o.lag_pages));
-          const bool raw = page.encoded == DevicePage::kNoSlot || (near && page.raw != DevicePage::kNoSlot);
+          const bool raw = ReadingRule::ReadsRaw(page.raw != DevicePage::kNoSlot, page.encoded != DevicePage::kNoSlot,
+                                                 j >= s.aged, own - j, uint32_t(o.lag_pages));
           wanted.push_back(raw ? page.raw : page.encoded);
           forms.push_back(raw ? PageForm::kRaw : PageForm::kEncoded);
           const uint64_t seen = j == own ? position % o.layout.page_tokens + 1 : o.layout.page_tokens;

@@ -10,6 +10,7 @@
 
 #include "attention/device_plan_testing.h"
 #include "gtest/gtest.h"
+#include "kvmanager/base/reading_rule.h"
 
 namespace kvmanager {
 namespace {
@@ -59,12 +60,11 @@ Case RandomCase(std::mt19937& random) {
   return c;
 }
 
-/// Whether a query on page `own` reads page j encoded (docs/design.md, rule 3).
+/// Whether a query on page `own` reads page j encoded.
 bool ReadsEncoded(const Case& c, const Sequence& s, uint32_t own, uint32_t j) {
-  if (c.options.identity || s.pages[j].encoded == DevicePage::kNoSlot) return false;
-  if (s.pages[j].raw == DevicePage::kNoSlot) return true;
-  if (j == own) return false;
-  return j < s.aged || j + c.options.lag_pages < own;
+  const bool has_raw = s.pages[j].raw != DevicePage::kNoSlot, has_encoded = s.pages[j].encoded != DevicePage::kNoSlot;
+  if (c.options.identity) return false;
+  return !ReadingRule::ReadsRaw(has_raw, has_encoded, j >= s.aged, own - j, uint32_t(c.options.lag_pages));
 }
 
 struct Planned {

@@ -131,7 +131,7 @@ absl::Status LocalBackend::AppendAndAttend(int layer, absl::Span<const KvEntry> 
   return absl::OkStatus();
 }
 
-// A page ages when an append begins more than lag pages beyond it; with its encoded form there, its raw form goes.
+// With a page's encoded form there, its raw form goes when it has aged.
 void LocalBackend::Append(int layer, absl::Span<const KvEntry> entries) {
   const uint64_t page_tokens = layout_.page_tokens;
   const size_t row_bytes = layout_.head_dim * DTypeBytes(layout_.dtype);
@@ -139,8 +139,7 @@ void LocalBackend::Append(int layer, absl::Span<const KvEntry> entries) {
   size_t row = 0;
   for (const KvEntry& entry : entries) {
     LayerPages& to = sequences_.at(entry.sequence).layers[layer];
-    const uint64_t own = entry.position / page_tokens;
-    for (; to.aged + options_.lag_pages < own; ++to.aged) {
+    for (const uint32_t aged = rule().AgedPages(entry.position); to.aged < aged; ++to.aged) {
       Page& page = to.pages[to.aged];
       if (page.encoded != nullptr) page.raw.reset();
     }
@@ -190,13 +189,17 @@ void LocalBackend::Attend(int layer, absl::Span<const KvEntry> entries) {
   size_t row = 0;
   for (size_t i = 0; i < entries.size(); ++i) {
     const LayerPages& from = sequences_.at(entries[i].sequence).layers[layer];
-    const uint64_t last_page = from.pages.size() - 1;
-    for (uint64_t index = 0; index <= last_page; ++index) {
+    // The first query reads most pages raw, the last one most of them encoded.
+    const uint32_t lag = static_cast<uint32_t>(options_.lag_pages);
+    const uint32_t last_page = static_cast<uint32_t>(from.pages.size()) - 1;
+    const uint32_t raw_from = ReadingRule::FirstRawPage(rule().PageOf(entries[i].position), from.aged, lag);
+    const uint32_t encoded_to = ReadingRule::FirstRawPage(last_page, from.aged, lag);
+    for (uint32_t index = 0; index <= last_page; ++index) {
       const Page& page = from.pages[index];
       AttentionPage out;
       out.lag_applies = index >= from.aged;
-      if (out.lag_applies || page.encoded == nullptr) out.raw = page.raw.get();
-      if (!out.lag_applies || last_page > index + options_.lag_pages) out.encoded = page.encoded.get();
+      if (index >= raw_from || page.encoded == nullptr) out.raw = page.raw.get();
+      if (index < encoded_to) out.encoded = page.encoded.get();
       pages[i].push_back(out);
     }
     const size_t at = row * c.query_heads * c.head_dim;

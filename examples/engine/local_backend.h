@@ -22,6 +22,7 @@
 #include "examples/engine/kv_backend.h"
 #include "examples/engine/model.h"
 #include "examples/engine/windows.h"
+#include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/worker_pool.h"
 
 namespace kvmanager::engine {
@@ -88,6 +89,7 @@ class LocalBackend final : public KvBackend {
   };
 
   LocalBackend(const Model* model, const Codec* codec, const LocalBackendOptions& options);
+  ReadingRule rule() const { return {layout_.page_tokens, options_.lag_pages}; }
   absl::Status Check(int layer, absl::Span<const KvEntry> entries, int* rows) const;
   void Append(int layer, absl::Span<const KvEntry> entries);
   void Encode(int layer);

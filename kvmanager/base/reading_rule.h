@@ -3,7 +3,8 @@
 //
 // Of the pages that its sequence appended, a query reads its own page and the `lag_pages` before it raw, older ones
 // encoded. A page has *aged* for a sequence once an append, or a crop's newest token, was more than lag_pages pages
-// beyond it: from then on it is read encoded whatever the distance. A page that the codec declined is read raw.
+// beyond it: from then on it is read encoded whatever the distance. A page that the codec declined is read raw; it
+// declines *sinks*, the pages at the beginning of every context, whatever is in them.
 #pragma once
 
 #include <algorithm>
@@ -26,6 +27,10 @@ struct ReadingRule {
   /// its queries would read a page encoded that the batch fills.
   uint64_t EndOfAppendAndAttend(uint64_t position) const {
     return (position / page_tokens + static_cast<uint64_t>(lag_pages) + 1) * page_tokens;
+  }
+  /// Pages 0 .. n - 1 that are sinks: those that begin before `sink_tokens` (CodecInfo::keeps_raw).
+  uint64_t SinkPages(uint64_t sink_tokens) const {
+    return sink_tokens / page_tokens + (sink_tokens % page_tokens != 0);
   }
 
   /// The first page that a query on page `own` may read raw, where pages before `aged` have aged; what comes before is

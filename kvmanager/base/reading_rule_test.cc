@@ -82,6 +82,18 @@ TEST(ReadingRule, AgreesWithItsWordsOnRandomSequences) {
   EXPECT_GT(aged_within_lag, 100u);
 }
 
+TEST(ReadingRule, SinksArePagesThatBeginBeforeTheirEnd) {
+  for (int page_tokens = 1; page_tokens < 6; ++page_tokens) {
+    const ReadingRule rule{page_tokens, 0};
+    for (uint64_t sink_tokens = 0; sink_tokens < 20; ++sink_tokens) {
+      for (uint64_t page = 0; page < 25; ++page) {
+        EXPECT_EQ(page < rule.SinkPages(sink_tokens), page * page_tokens < sink_tokens);
+      }
+    }
+    EXPECT_EQ(rule.SinkPages(UINT64_MAX), UINT64_MAX / page_tokens + (UINT64_MAX % page_tokens != 0));
+  }
+}
+
 // Queries of a batch that appends its own tokens: none reads a page encoded that the batch fills, and one token more
 // would.
 TEST(ReadingRule, ABatchThatAppendsEndsBeforeItReadsItsOwnPagesEncoded) {

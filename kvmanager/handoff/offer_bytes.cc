@@ -2,12 +2,15 @@
 
 #include <algorithm>
 
+#include "kvmanager/base/reading_rule.h"
+
 namespace kvmanager {
 
 uint64_t BytesAtLeast(const HandOffHeader& first, const CodecInfo& info) {
   const PageLayout& layout = first.config.layout;
   const uint64_t blocks = first.blocks.size(), layers = static_cast<uint64_t>(first.config.layers);
-  const uint64_t sinks = std::min(blocks, info.sink_tokens / layout.page_tokens);  // whole pages
+  const ReadingRule rule{layout.page_tokens, first.config.lag_pages};
+  const uint64_t sinks = std::min(blocks, rule.SinkPages(info.sink_tokens));
   uint64_t raw_pages = first.tokens % layout.page_tokens != 0 ? layers : 0;
   uint64_t bytes = 0, encodable = 0, sent_encoded = 0;
   for (uint32_t layer = 0; layer < layers; ++layer) {

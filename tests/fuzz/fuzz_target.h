@@ -48,6 +48,7 @@ std::unique_ptr<FuzzTarget> MakeTraceTarget();         // requests that the simu
 std::unique_ptr<FuzzTarget> MakePluginTarget();        // what a codec plug-in says of itself
 std::unique_ptr<FuzzTarget> MakeDiskTarget();          // what a disk has of blocks
 std::unique_ptr<FuzzTarget> MakeUcxTarget();           // packets of the UCX process, a peer's UCX memory
+std::unique_ptr<FuzzTarget> MakeReadingTarget();       // plans of attention against ReadingRule
 
 struct NamedTarget {
   const char* name;  // also of its folder in corpus/

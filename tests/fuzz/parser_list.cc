@@ -21,6 +21,7 @@ absl::Span<const NamedTarget> ParserTargets() {
       {"ucx", MakeUcxTarget},
       {"disk", MakeDiskTarget},
       {"safetensors", MakeSafetensorsTarget},
+      {"reading", MakeReadingTarget},
   };
   return kTargets;
 }
