@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kvmanager/base/checksum.h"
+#include "kvmanager/store/page_check.h"
 #include "kvmanager/store/raw_page.h"
 
 namespace kvmanager {
@@ -19,15 +20,9 @@ uint32_t MovedBytes(uint64_t bytes) {
 
 // On a worker: the bytes come from memory that engines write.
 void LookAt(const Cache& cache, MovingPage& page) {
-  const PageLayout& layout = cache.layout(page.to.layer);
   // The rest of an open page is what the slot held before.
-  if (page.open_tokens > 0) ZeroRawTail(layout, page.target, page.open_tokens);
-  if (page.raw || cache.identity()) {
-    NonFinite where;
-    page.refused = FindNonFinite(layout, page.target, 0, cache.page_tokens(), &where);
-  } else {
-    page.refused = !cache.codec->Validate(static_cast<int>(page.to.layer), {page.target, page.bytes}).ok();
-  }
+  if (page.open_tokens > 0) ZeroRawTail(cache.layout(page.to.layer), page.target, page.open_tokens);
+  page.refused = !CheckPageValues(cache, page.to.layer, page.raw, {page.target, page.bytes}, "page").ok();
   if (!page.stays) return;
   const uint64_t checksum = Checksum(page.target, page.bytes);
   page.refused |= (page.must_match || page.checksum != 0) && page.checksum != checksum;

@@ -8,18 +8,19 @@
 
 namespace kvmanager {
 
+absl::Status CheckPageValues(const Cache& cache, uint32_t layer, bool raw, absl::Span<const uint8_t> bytes,
+                             absl::string_view field) {
+  if (!raw && !cache.identity()) return cache.codec->Validate(static_cast<int>(layer), bytes);
+  NonFinite where;
+  if (!FindNonFinite(cache.layout(layer), bytes.data(), 0, cache.page_tokens(), &where)) return absl::OkStatus();
+  return InvalidField(absl::StrCat(field, where.side == 0 ? ".k" : ".v", "[head ", where.head, "][token ", where.token,
+                                   "][channel ", where.channel, "]"),
+                      "NaN or Inf", "finite");
+}
+
 absl::StatusOr<uint64_t> CheckPageBytes(const Cache& cache, uint32_t layer, bool raw, absl::Span<const uint8_t> bytes,
                                         absl::string_view field) {
-  if (!raw && !cache.identity()) {
-    KV_RETURN_IF_ERROR(cache.codec->Validate(static_cast<int>(layer), bytes));
-    return Checksum(bytes.data(), bytes.size());
-  }
-  NonFinite where;
-  if (FindNonFinite(cache.layout(layer), bytes.data(), 0, cache.page_tokens(), &where)) {
-    return InvalidField(absl::StrCat(field, where.side == 0 ? ".k" : ".v", "[head ", where.head, "][token ",
-                                     where.token, "][channel ", where.channel, "]"),
-                        "NaN or Inf", "finite");
-  }
+  KV_RETURN_IF_ERROR(CheckPageValues(cache, layer, raw, bytes, field));
   return Checksum(bytes.data(), bytes.size());
 }
 
