@@ -171,7 +171,7 @@ TEST_F(BadStreamTest, APeerThatSendsGarbageIsCutOff) {
     part.page_bytes = {};
   }
   // Frames out of turn.
-  streams.push_back(hello + tcp::EncodeLast(part));
+  streams.push_back(hello + tcp::EncodeTrailer(part));
   streams.push_back(hello + tcp::EncodeEmpty(tcp::FrameType::kDone));
   streams.push_back(hello + hello);
   tcp::HelloFrame future;

@@ -358,15 +358,15 @@ TEST_F(CalibrationTest, MadeUpPagesAreRefused) {
         const std::vector<uint8_t>& page = bytes.back();
         const auto number = static_cast<uint32_t>(first.pages.size());
         first.pages.push_back({block, layer, page.size()});
-        request.first.page_bytes.push_back(page.size());
+        request.header.page_bytes.push_back(page.size());
         pages.push_back({number, page, XXH3_64bits(page.data(), page.size())});
       }
     }
-    request.first.manifest = WriteFirstManifest(first);
+    request.header.manifest = WriteHandOffHeader(first);
     HandOffTrailer last;
     last.blocks.resize(2);
     HandOffPart trailer;
-    trailer.manifest = WriteLastManifest(last, "");
+    trailer.manifest = WriteHandOffTrailer(last, "");
     std::promise<absl::StatusOr<SendResult>> done;
     SendEvents events;
     events.accepted = [](std::string) {};

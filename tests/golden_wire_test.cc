@@ -70,7 +70,7 @@ std::vector<Example> Frames() {
           {"WAITING", EncodeWaiting(absl::ResourceExhaustedError("full"))},
           {"ACCEPT", EncodeAccept({1 << 20, 4, "ticket", Bitmap()})},
           {"ACCEPT with local connections", EncodeAccept({1 << 20, 4, "ticket", Bitmap(), "name"})},
-          {"LAST", EncodeLast(LastPart())},
+          {"LAST", EncodeTrailer(LastPart())},
           {"EXTENDED", EncodeExtended({Bitmap()})},
           {"PAGES", PagesHead()},
           {"GOT", EncodeGot(1 << 20, {1, 2, 300})},
@@ -150,14 +150,14 @@ GoldenLine OfManifest(const GoldenFile& file, const std::string& key, const std:
 }
 
 std::string ReadAndWriteFirst(const HandOffHeader& sizes_of, absl::string_view bytes) {
-  const absl::StatusOr<HandOffHeader> read = ParseFirstManifest(bytes, SizesOf(sizes_of.pages, sizes_of.activations));
+  const absl::StatusOr<HandOffHeader> read = ParseHandOffHeader(bytes, SizesOf(sizes_of.pages, sizes_of.activations));
   EXPECT_TRUE(read.ok()) << read.status();
-  return read.ok() ? WriteFirstManifest(*read) : "";
+  return read.ok() ? WriteHandOffHeader(*read) : "";
 }
 std::string ReadAndWriteLast(absl::string_view bytes) {
-  const absl::StatusOr<LastManifest> read = ParseLastManifest(bytes, SizesOf(Last().pages), Last().withdrawn);
+  const absl::StatusOr<TrailerManifest> read = ParseHandOffTrailer(bytes, SizesOf(Last().pages), Last().withdrawn);
   EXPECT_TRUE(read.ok()) << read.status();
-  return read.ok() ? WriteLastManifest(read->last, read->blob) : "";
+  return read.ok() ? WriteHandOffTrailer(read->trailer, read->blob) : "";
 }
 
 TEST(GoldenWire, FramesAndManifestsAreTheSame) {
@@ -182,11 +182,11 @@ TEST(GoldenWire, FramesAndManifestsAreTheSame) {
     lines.push_back(OfManifest(file,
                                absl::StrCat("manifest ", activations ? kActivationsManifestVersion : kManifestVersion,
                                             activations ? " first with activations" : " first"),
-                               WriteFirstManifest(first),
+                               WriteHandOffHeader(first),
                                [&first](absl::string_view bytes) { return ReadAndWriteFirst(first, bytes); }));
   }
   lines.push_back(OfManifest(file, absl::StrCat("manifest ", kManifestVersion, " last"),
-                             WriteLastManifest(Last(), "blob"), ReadAndWriteLast));
+                             WriteHandOffTrailer(Last(), "blob"), ReadAndWriteLast));
   ExpectGolden(file, lines);
 }
 
@@ -200,7 +200,7 @@ TEST(GoldenWire, FramesAreUnderstood) {
     if (const auto* const offer = std::get_if<OfferFrame>(&*parsed)) {
       EXPECT_EQ(EncodeOffer(offer->token, offer->room_ms, offer->part, offer->host), frame.bytes);
     }
-    if (const auto* const last = std::get_if<LastFrame>(&*parsed)) EXPECT_EQ(EncodeLast(last->part), frame.bytes);
+    if (const auto* const last = std::get_if<TrailerFrame>(&*parsed)) EXPECT_EQ(EncodeTrailer(last->part), frame.bytes);
     if (const auto* const accept = std::get_if<AcceptFrame>(&*parsed)) EXPECT_EQ(EncodeAccept(*accept), frame.bytes);
     if (const auto* const joined = std::get_if<JoinedFrame>(&*parsed)) EXPECT_EQ(EncodeJoined(*joined), frame.bytes);
     if (const auto* const got = std::get_if<GotFrame>(&*parsed)) {

@@ -1,10 +1,10 @@
 // Moves the pages of a hand-off from one daemon's slots into another's, while the sender still makes them.
 //
 // The transport knows descriptors, not stores: what is handed over is an opaque manifest and numbered pages, each a run
-// of bytes; the receiver answers with targets. A hand-off has two parts. The first, with which it begins, says what can
-// be said before a page is there; the last comes when everything is known, and its pages go ahead of those of the first
-// that still wait. Pages travel in the order in which they are posted, each with its checksum. A connection that breaks
-// is made again, and what had arrived is not sent twice.
+// of bytes; the receiver answers with targets. A hand-off has two parts. The header, with which it begins, says what
+// can be said before a page is there; the trailer comes when everything is known, and its pages go ahead of those of
+// the header that still wait. Pages travel in the order in which they are posted, each with its checksum. A connection
+// that breaks is made again, and what had arrived is not sent twice.
 //
 // Owned by main(); methods may be called from any thread; callbacks run on the transport's own thread and must only
 // pass a message on.
@@ -37,11 +37,11 @@ struct DeviceSlab {
   int fd = -1;
 };
 
-/// Pages are numbered from 0 in the header; those of the last go on from there.
+/// Pages are numbered from 0 in the header; those of the trailer go on from there.
 struct HandOffPart {
   std::string manifest;             // opaque, 1..kManifestBytesMax
   PageSizes page_bytes;             // each 1..kPageBytesMax; at most kPagesMax in both parts
-  std::vector<uint32_t> withdrawn;  // of the trailer: pages of the first that will not come, ascending
+  std::vector<uint32_t> withdrawn;  // of the trailer: pages of the header that will not come, ascending
   GpuName gpu = {};                 // of the header: in whose memory all pages lie; zeros: in the host's
 
   static constexpr size_t kManifestBytesMax = 16 << 20;
@@ -51,7 +51,7 @@ struct HandOffPart {
 
 struct SendRequest {
   std::string peer;  // "HOST:PORT"
-  HandOffPart first;
+  HandOffPart header;
   int64_t stall_ms = 0;  // a peer that is not heard of for so long is given up; 0: kStallMsDefault
   int64_t room_ms = 0;   // how long a receiver that is full may let this wait for room; 0: it refuses at once
 
@@ -117,8 +117,8 @@ class IncomingHandOff {
   }
   /// Every byte of these pages is in its target and matches its checksum. They are not written again.
   virtual void Arrived(absl::Span<const uint32_t> pages) = 0;
-  /// The trailer. Once; pages of the first may still arrive.
-  virtual void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) = 0;
+  /// The trailer. Once; pages of the header may still arrive.
+  virtual void Extend(HandOffPart trailer, absl::AnyInvocable<void(absl::Status)> reply) = 0;
   /// Every wanted page has arrived.
   virtual void Complete(absl::AnyInvocable<void(absl::Status)> reply) = 0;
   /// The hand-off ended early: targets are no longer written.
@@ -152,7 +152,7 @@ class HandOffReceiver {
   virtual ~HandOffReceiver() = default;
   /// room_ms: how long the sender lets it wait for room. Pages of a GPU (HandOffPart::gpu) can come into a GPU's memory
   /// alone: FAILED_PRECONDITION of the field `gpu` tells the sender to offer them from host memory.
-  virtual void Offer(std::string peer, HandOffPart first, int64_t room_ms, OfferReply reply) = 0;
+  virtual void Offer(std::string peer, HandOffPart header, int64_t room_ms, OfferReply reply) = 0;
   /// One of `gone` has become true. Those that wait for room behind it need not.
   virtual void OfferGone() {}
   /// capacity_bytes, free_bytes and waiting_offers; the rest is the transport's to know.
@@ -174,10 +174,10 @@ class Transport {
   virtual ~Transport() = default;
   /// Offers a hand-off. Returns its handle for the calls below, which do nothing once it has ended.
   virtual uint64_t Begin(SendRequest request, SendEvents events) = 0;
-  /// Pages that are ready, each once: of the header or, after Finish, of the last.
+  /// Pages that are ready, each once: of the header or, after Finish, of the trailer.
   virtual void Post(uint64_t transfer, std::vector<SendPage> pages) = 0;
   /// Says the trailer, once. The hand-off ends when every page that is wanted and not withdrawn was posted and taken.
-  virtual void Finish(uint64_t transfer, HandOffPart last) = 0;
+  virtual void Finish(uint64_t transfer, HandOffPart trailer) = 0;
   virtual void Cancel(uint64_t transfer) = 0;
   /// Asks a peer how much it has to do. Errors: as SendEvents::done; RESOURCE_EXHAUSTED if too many are being asked.
   virtual void Probe(std::string peer, absl::AnyInvocable<void(absl::StatusOr<ReceiverLoad>)> done) = 0;

@@ -18,8 +18,8 @@ bool WantsHostPages(const absl::Status& status) {
 }
 
 absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, PageStore& store, const GpuName& from,
-                               const HandOffHeader& first, const Codec& codec) {
-  const CacheDigest digest = DigestOfOffer(first, codec);
+                               const HandOffHeader& header, const Codec& codec) {
+  const CacheDigest digest = DigestOfOffer(header, codec);
   Gpu* chosen = nullptr;
   uint64_t most_free = 0;
   for (Gpu* const gpu : gpus) {

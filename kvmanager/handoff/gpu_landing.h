@@ -25,7 +25,7 @@ struct GpuLanding {
 /// open, or else the one with the most room. copier: nullptr: none can copy. Errors: FAILED_PRECONDITION of the field
 /// `gpu`, which tells the sender to offer them from host memory.
 absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, PageStore& store, const GpuName& from,
-                               const HandOffHeader& first, const Codec& codec);
+                               const HandOffHeader& header, const Codec& codec);
 
 /// The error that has the sender offer its pages from host memory, because of `why`; and whether `status` is one.
 absl::Status OfferFromHost(const absl::Status& why);

@@ -28,20 +28,20 @@ void IncomingHandOffs::Offer(std::string peer, HandOffPart part, int64_t room_ms
   offered->gpu = part.gpu;
   const WorkerPool::Owner owner = WorkerPool::OwnerOf(HostOf(offered->peer));
   const size_t bytes = part.manifest.size();
-  auto parse = [part = std::move(part)] { return ParseFirstManifest(part.manifest, part.page_bytes); };
-  auto look = [this, offered = std::move(offered)](absl::StatusOr<HandOffHeader> first) mutable {
-    Look(std::move(offered), std::move(first));
+  auto parse = [part = std::move(part)] { return ParseHandOffHeader(part.manifest, part.page_bytes); };
+  auto look = [this, offered = std::move(offered)](absl::StatusOr<HandOffHeader> header) mutable {
+    Look(std::move(offered), std::move(header));
   };
   ParseThen(parts_, bytes, owner, std::move(parse), std::move(look));
 }
 
-void IncomingHandOffs::Look(std::shared_ptr<Offered> offered, absl::StatusOr<HandOffHeader> first) {
+void IncomingHandOffs::Look(std::shared_ptr<Offered> offered, absl::StatusOr<HandOffHeader> header) {
   absl::Status may = CheckDrain();
-  if (may.ok()) may = first.status();
-  if (may.ok()) may = CheckTenant(first->config.tenant);
+  if (may.ok()) may = header.status();
+  if (may.ok()) may = CheckTenant(header->config.tenant);
   if (!may.ok()) return Answer(*offered, std::move(may));
-  offered->first = std::make_shared<HandOffHeader>(*std::move(first));
-  offered->payer = std::string(PayerName(offered->first->config.tenant));
+  offered->header = std::make_shared<HandOffHeader>(*std::move(header));
+  offered->payer = std::string(PayerName(offered->header->config.tenant));
   if (may = tickets_.CheckRoom(offered->payer); !may.ok()) return Answer(*offered, std::move(may));
   Consider(std::move(offered));
 }
@@ -58,11 +58,11 @@ ReceiverLoad IncomingHandOffs::Load() const {
 
 // A codec may read a large artifact, and work on it: on the background's thread.
 void IncomingHandOffs::Consider(std::shared_ptr<Offered> offered) {
-  WorkerPool* const workers = MakingWorkers(parts_.codec_workers, offered->first->config.codec, parts_.background);
+  WorkerPool* const workers = MakingWorkers(parts_.codec_workers, offered->header->config.codec, parts_.background);
   const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
   auto make = [this, queue = parts_.queue, registry = parts_.registry, offered = std::move(offered)]() mutable {
-    offered->codec = CacheDirectory::MakeCodec(*registry, offered->first->config);
-    if (offered->codec.ok()) offered->bytes_at_least = BytesAtLeast(*offered->first, (*offered->codec)->info());
+    offered->codec = CacheDirectory::MakeCodec(*registry, offered->header->config);
+    if (offered->codec.ok()) offered->bytes_at_least = BytesAtLeast(*offered->header, (*offered->codec)->info());
     queue->Post([this, offered = std::move(offered)]() mutable {
       if (!offered->codec.ok()) return Answer(*offered, offered->codec.status());
       if (offered->gpu != GpuName()) return ConsiderGpu(std::move(offered));
@@ -77,15 +77,15 @@ void IncomingHandOffs::Consider(std::shared_ptr<Offered> offered) {
 // codec has on a GPU is uploaded: there, too.
 void IncomingHandOffs::ConsiderGpu(std::shared_ptr<Offered> offered) {
   const std::shared_ptr<const Codec> codec = *offered->codec;
-  const auto chosen = ChooseGpu(parts_.gpus, parts_.copier, *parts_.store, offered->gpu, *offered->first, *codec);
+  const auto chosen = ChooseGpu(parts_.gpus, parts_.copier, *parts_.store, offered->gpu, *offered->header, *codec);
   if (!chosen.ok()) return Answer(*offered, chosen.status());
-  offered->first->config.device = (*chosen)->ordinal();
+  offered->header->config.device = (*chosen)->ordinal();
   const WorkerPool::Owner owner = WorkerPool::OwnerOf(offered->payer);
   auto make = [this, queue = parts_.queue, gpu = *chosen, codec, offered = std::move(offered)]() mutable {
-    auto made = MakeDeviceCodec(gpu->device(), gpu->streams(), *codec, offered->first->config.layers);
+    auto made = MakeDeviceCodec(gpu->device(), gpu->streams(), *codec, offered->header->config.layers);
     queue->Post([this, gpu, made = std::move(made), offered = std::move(offered)]() mutable {
       if (!made.ok()) return Answer(*offered, OfferFromHost(made.status()));
-      offered->landing = {gpu, *std::move(made), offered->first->config.layout.raw_bytes()};
+      offered->landing = {gpu, *std::move(made), offered->header->config.layout.raw_bytes()};
       Try(std::move(offered));
     });
   };
@@ -114,17 +114,17 @@ absl::Status IncomingHandOffs::BeginImport(Offered& offered) {
   KV_RETURN_IF_ERROR(tickets_.CheckRoom(offered.payer));
   const std::shared_ptr<const Codec> codec = *offered.codec;
   offered.projections = nullptr;
-  if (!offered.first->activations.empty()) {
-    offered.projections = parts_.recomputer->Find(DigestOfOffer(*offered.first, *codec));
+  if (!offered.header->activations.empty()) {
+    offered.projections = parts_.recomputer->Find(DigestOfOffer(*offered.header, *codec));
   }
   auto recompute = [this, projections = offered.projections, host = HostOf(offered.peer), codec,
-                    query_heads = offered.first->config.query_heads](uint32_t layer, uint32_t pages,
-                                                                     uint32_t with_activations) {
+                    query_heads = offered.header->config.query_heads](uint32_t layer, uint32_t pages,
+                                                                      uint32_t with_activations) {
     return parts_.recomputer->Choose(projections.get(), host, static_cast<int>(layer),
                                      codec->info().page_bytes(static_cast<int>(layer)), query_heads, pages,
                                      with_activations);
   };
-  KV_ASSIGN_OR_RETURN(offered.importing, parts_.store->imports().Begin(offered.first, codec, std::move(recompute)));
+  KV_ASSIGN_OR_RETURN(offered.importing, parts_.store->imports().Begin(offered.header, codec, std::move(recompute)));
   return absl::OkStatus();
 }
 
@@ -167,7 +167,7 @@ absl::StatusOr<HandOffReceiver::Accepted> IncomingHandOffs::Accept(Offered& offe
   KV_RETURN_IF_ERROR(CheckDrain());
   KV_RETURN_IF_ERROR(tickets_.CheckRoom(offered.payer));
   std::unique_ptr<ImportLease> import = offered.importing->Commit();
-  const std::string name = tickets_.Make(import->cache(), offered.payer, offered.first->tokens);
+  const std::string name = tickets_.Make(import->cache(), offered.payer, offered.header->tokens);
   Accepted accepted{receptions_.Begin(offered, std::move(import), name), name};
   if (offered.landing.gpu != nullptr) accepted.device = offered.landing.gpu->ordinal();
   return accepted;

@@ -56,7 +56,7 @@ class IncomingHandOffs final : public HandOffReceiver {
     tickets_.SetLoop(loop);
   }
 
-  void Offer(std::string peer, HandOffPart first, int64_t room_ms, OfferReply reply) override;
+  void Offer(std::string peer, HandOffPart header, int64_t room_ms, OfferReply reply) override;
   void OfferGone() override;
   ReceiverLoad Load() const override;
 
@@ -77,7 +77,7 @@ class IncomingHandOffs final : public HandOffReceiver {
  private:
   absl::Status CheckDrain() const;
   absl::Status CheckTenant(const std::string& tenant) const;
-  void Look(std::shared_ptr<Offered> offered, absl::StatusOr<HandOffHeader> first);
+  void Look(std::shared_ptr<Offered> offered, absl::StatusOr<HandOffHeader> header);
   void Consider(std::shared_ptr<Offered> offered);
   void ConsiderGpu(std::shared_ptr<Offered> offered);
   /// Makes room for it, in pieces, then accepts it. Or it is refused, or waits.

@@ -35,17 +35,18 @@ struct Peer {
   const std::string& ticket() const { return (*answer)->ticket; }
   HandOffPart First() const {
     HandOffPart part;
-    part.manifest = WriteFirstManifest(lease->first());
-    for (size_t i = 0; i < lease->first().size(); ++i) {
-      part.page_bytes.push_back(static_cast<uint32_t>(lease->first().page(i).bytes));
+    part.manifest = WriteHandOffHeader(lease->header());
+    for (size_t i = 0; i < lease->header().size(); ++i) {
+      part.page_bytes.push_back(static_cast<uint32_t>(lease->header().page(i).bytes));
     }
     return part;
   }
   HandOffPart Last() const {
     HandOffPart part;
-    part.manifest = WriteLastManifest(*lease->last(), "blob");
-    for (const HandOffPage& page : lease->last()->pages) part.page_bytes.push_back(static_cast<uint32_t>(page.bytes));
-    part.withdrawn = lease->last()->withdrawn;
+    part.manifest = WriteHandOffTrailer(*lease->trailer(), "blob");
+    for (const HandOffPage& page : lease->trailer()->pages)
+      part.page_bytes.push_back(static_cast<uint32_t>(page.bytes));
+    part.withdrawn = lease->trailer()->withdrawn;
     return part;
   }
 };
@@ -148,7 +149,7 @@ class IncomingHandOffsTest : public PageStoreTest {
     workers_.emplace(1);  // at the same address
     loop_.RunReady();
   }
-  size_t in_first(const Peer& peer) const { return peer.lease->first().size(); }
+  size_t in_first(const Peer& peer) const { return peer.lease->header().size(); }
   CacheId cache(const Peer& peer) { return *store().caches().Open(peer.config); }
   absl::StatusOr<SequenceId> Find(const Peer& peer) { return incoming().tickets().Find(peer.ticket(), cache(peer)); }
   // Takes every slab but `slabs`, each by a sequence of its own.

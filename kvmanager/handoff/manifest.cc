@@ -63,46 +63,46 @@ absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in,
 absl::StatusOr<HandOffHeader> ReadFirst(api::HandOffManifest::Reader in, const PageSizes& page_bytes) {
   const bool with_activations = in.getVersion() == kActivationsManifestVersion;
   if (!with_activations) KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
-  HandOffHeader first;
-  KV_ASSIGN_OR_RETURN(first.config, ReadCacheConfig(in.getConfig()));
-  KV_RETURN_IF_ERROR(ValidateCacheConfig(first.config));
-  first.codec_version = in.getCodecVersion();
-  first.tokens = in.getTokens();
-  KV_ASSIGN_OR_RETURN(first.blocks, ReadBlocks(in.getBlocks()));
-  const uint64_t page_tokens = first.config.layout.page_tokens;
-  if (first.tokens / page_tokens != first.blocks.size()) {
-    return InvalidField("manifest.tokens", first.tokens,
-                        absl::StrCat(first.blocks.size(), " blocks of ", page_tokens, ", and less than one more"));
+  HandOffHeader header;
+  KV_ASSIGN_OR_RETURN(header.config, ReadCacheConfig(in.getConfig()));
+  KV_RETURN_IF_ERROR(ValidateCacheConfig(header.config));
+  header.codec_version = in.getCodecVersion();
+  header.tokens = in.getTokens();
+  KV_ASSIGN_OR_RETURN(header.blocks, ReadBlocks(in.getBlocks()));
+  const uint64_t page_tokens = header.config.layout.page_tokens;
+  if (header.tokens / page_tokens != header.blocks.size()) {
+    return InvalidField("manifest.tokens", header.tokens,
+                        absl::StrCat(header.blocks.size(), " blocks of ", page_tokens, ", and less than one more"));
   }
   const auto aged = in.getAged();
-  if (aged.size() != static_cast<uint32_t>(first.config.layers)) {
+  if (aged.size() != static_cast<uint32_t>(header.config.layers)) {
     return InvalidField("manifest.aged", absl::StrCat(aged.size(), " long"),
-                        absl::StrCat(first.config.layers, " long, one per layer"));
+                        absl::StrCat(header.config.layers, " long, one per layer"));
   }
-  for (const uint32_t pages : aged) first.aged.push_back(pages);
+  for (const uint32_t pages : aged) header.aged.push_back(pages);
   const size_t pages = in.getPages().size(), activations = with_activations ? in.getActivations().size() : 0;
   if (pages + activations != page_bytes.size()) {
     return InvalidField("manifest.pages", absl::StrCat(pages, " and ", activations, " of activations"),
                         absl::StrCat(page_bytes.size(), " in all, as the transport's part"));
   }
   PageSizes::Iterator bytes = page_bytes.begin();
-  KV_ASSIGN_OR_RETURN(first.pages, ReadPages(in.getPages(), bytes, /*encoded=*/true));
-  if (!with_activations) return first;
-  KV_ASSIGN_OR_RETURN(first.activations, ReadPages(in.getActivations(), bytes, /*encoded=*/true));
-  return first;
+  KV_ASSIGN_OR_RETURN(header.pages, ReadPages(in.getPages(), bytes, /*encoded=*/true));
+  if (!with_activations) return header;
+  KV_ASSIGN_OR_RETURN(header.activations, ReadPages(in.getActivations(), bytes, /*encoded=*/true));
+  return header;
 }
 
-absl::StatusOr<LastManifest> ReadLast(api::HandOffLastManifest::Reader in, const PageSizes& page_bytes) {
+absl::StatusOr<TrailerManifest> ReadLast(api::HandOffLastManifest::Reader in, const PageSizes& page_bytes) {
   KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
-  LastManifest manifest;
-  KV_ASSIGN_OR_RETURN(manifest.last.blocks, ReadBlocks(in.getBlocks()));
+  TrailerManifest manifest;
+  KV_ASSIGN_OR_RETURN(manifest.trailer.blocks, ReadBlocks(in.getBlocks()));
   if (in.getPages().size() != page_bytes.size()) {
     return InvalidField("manifest.pages", absl::StrCat(in.getPages().size(), " long"),
                         absl::StrCat(page_bytes.size(), " long, as the transport's part"));
   }
   PageSizes::Iterator bytes = page_bytes.begin();
-  KV_ASSIGN_OR_RETURN(manifest.last.pages, ReadPages(in.getPages(), bytes, /*encoded=*/false));
-  manifest.last.index = {in.getPromptTokens(), in.getIndexIterations()};
+  KV_ASSIGN_OR_RETURN(manifest.trailer.pages, ReadPages(in.getPages(), bytes, /*encoded=*/false));
+  manifest.trailer.index = {in.getPromptTokens(), in.getIndexIterations()};
   const capnp::Data::Reader blob = in.getBlob();
   if (blob.size() > limits::kBlobBytesMax) {
     return InvalidField("manifest.blob", absl::StrCat(blob.size(), " bytes long"),
@@ -168,44 +168,44 @@ absl::StatusOr<Result> Parse(absl::string_view bytes, Read read) {
 
 }  // namespace
 
-std::string WriteFirstManifest(const HandOffHeader& first) {
+std::string WriteHandOffHeader(const HandOffHeader& header) {
   capnp::MallocMessageBuilder message;
   auto out = message.initRoot<api::HandOffManifest>();
-  out.setVersion(first.activations.empty() ? kManifestVersion : kActivationsManifestVersion);
-  WriteCacheConfig(first.config, out.initConfig());
-  out.setCodecVersion(first.codec_version);
-  out.setTokens(first.tokens);
-  WriteBlocks(first.blocks, out.initBlocks(first.blocks.size()));
-  WritePages(first.pages, true, out.initPages(first.pages.size()));
-  if (!first.activations.empty()) {
-    WritePages(first.activations, true, out.initActivations(first.activations.size()));
+  out.setVersion(header.activations.empty() ? kManifestVersion : kActivationsManifestVersion);
+  WriteCacheConfig(header.config, out.initConfig());
+  out.setCodecVersion(header.codec_version);
+  out.setTokens(header.tokens);
+  WriteBlocks(header.blocks, out.initBlocks(header.blocks.size()));
+  WritePages(header.pages, true, out.initPages(header.pages.size()));
+  if (!header.activations.empty()) {
+    WritePages(header.activations, true, out.initActivations(header.activations.size()));
   }
-  auto aged = out.initAged(first.aged.size());
-  for (uint32_t layer = 0; layer < first.aged.size(); ++layer) aged.set(layer, first.aged[layer]);
+  auto aged = out.initAged(header.aged.size());
+  for (uint32_t layer = 0; layer < header.aged.size(); ++layer) aged.set(layer, header.aged[layer]);
   return BytesOf(message);
 }
 
-std::string WriteLastManifest(const HandOffTrailer& last, absl::string_view blob) {
+std::string WriteHandOffTrailer(const HandOffTrailer& trailer, absl::string_view blob) {
   capnp::MallocMessageBuilder message;
   auto out = message.initRoot<api::HandOffLastManifest>();
   out.setVersion(kManifestVersion);
-  WriteBlocks(last.blocks, out.initBlocks(last.blocks.size()));
-  WritePages(last.pages, false, out.initPages(last.pages.size()));
-  out.setPromptTokens(last.index.prompt_tokens);
-  out.setIndexIterations(last.index.iterations);
+  WriteBlocks(trailer.blocks, out.initBlocks(trailer.blocks.size()));
+  WritePages(trailer.pages, false, out.initPages(trailer.pages.size()));
+  out.setPromptTokens(trailer.index.prompt_tokens);
+  out.setIndexIterations(trailer.index.iterations);
   out.setBlob(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(blob.data()), blob.size()));
   return BytesOf(message);
 }
 
-absl::StatusOr<HandOffHeader> ParseFirstManifest(absl::string_view bytes, const PageSizes& page_bytes) {
+absl::StatusOr<HandOffHeader> ParseHandOffHeader(absl::string_view bytes, const PageSizes& page_bytes) {
   return Parse<api::HandOffManifest, HandOffHeader>(bytes, [&](auto root) { return ReadFirst(root, page_bytes); });
 }
 
-absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, const PageSizes& page_bytes,
-                                               absl::Span<const uint32_t> withdrawn) {
-  KV_ASSIGN_OR_RETURN(LastManifest manifest, (Parse<api::HandOffLastManifest, LastManifest>(
-                                                 bytes, [&](auto root) { return ReadLast(root, page_bytes); })));
-  manifest.last.withdrawn.assign(withdrawn.begin(), withdrawn.end());
+absl::StatusOr<TrailerManifest> ParseHandOffTrailer(absl::string_view bytes, const PageSizes& page_bytes,
+                                                    absl::Span<const uint32_t> withdrawn) {
+  KV_ASSIGN_OR_RETURN(TrailerManifest manifest, (Parse<api::HandOffLastManifest, TrailerManifest>(
+                                                    bytes, [&](auto root) { return ReadLast(root, page_bytes); })));
+  manifest.trailer.withdrawn.assign(withdrawn.begin(), withdrawn.end());
   return manifest;
 }
 

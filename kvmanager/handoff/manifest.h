@@ -17,20 +17,20 @@
 namespace kvmanager {
 
 constexpr uint16_t kManifestVersion = 2;
-constexpr uint16_t kActivationsManifestVersion = 3;  // of a first manifest that offers activations
+constexpr uint16_t kActivationsManifestVersion = 3;  // of a header that offers activations
 
-struct LastManifest {
-  HandOffTrailer last;
+struct TrailerManifest {
+  HandOffTrailer trailer;
   std::string blob;
 };
 
 /// Sizes of pages are not in them, nor which are withdrawn: the transport's parts say so.
-std::string WriteFirstManifest(const HandOffHeader& first);
-std::string WriteLastManifest(const HandOffTrailer& last, absl::string_view blob);
+std::string WriteHandOffHeader(const HandOffHeader& header);
+std::string WriteHandOffTrailer(const HandOffTrailer& trailer, absl::string_view blob);
 
 /// Errors: INVALID_ARGUMENT with field, value and bound; FAILED_PRECONDITION for another version.
-absl::StatusOr<HandOffHeader> ParseFirstManifest(absl::string_view bytes, const PageSizes& page_bytes);
-absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, const PageSizes& page_bytes,
-                                               absl::Span<const uint32_t> withdrawn);
+absl::StatusOr<HandOffHeader> ParseHandOffHeader(absl::string_view bytes, const PageSizes& page_bytes);
+absl::StatusOr<TrailerManifest> ParseHandOffTrailer(absl::string_view bytes, const PageSizes& page_bytes,
+                                                    absl::Span<const uint32_t> withdrawn);
 
 }  // namespace kvmanager

@@ -10,7 +10,7 @@ namespace kvmanager {
 
 /// What the whole sequence takes of a pool at least, padding of slots not counted: a full page that the codec keeps raw
 /// is raw; every other one has its place as an encoded one, and those that do not travel so, and open pages, are raw
-/// besides. first: may be hostile, but for its configuration, which `info`'s codec was made for.
-uint64_t BytesAtLeast(const HandOffHeader& first, const CodecInfo& info);
+/// besides. header: may be hostile, but for its configuration, which `info`'s codec was made for.
+uint64_t BytesAtLeast(const HandOffHeader& header, const CodecInfo& info);
 
 }  // namespace kvmanager

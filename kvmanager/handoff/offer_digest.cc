@@ -2,8 +2,8 @@
 
 namespace kvmanager {
 
-CacheDigest DigestOfOffer(const HandOffHeader& first, const Codec& codec) {
-  CacheConfig config = first.config;
+CacheDigest DigestOfOffer(const HandOffHeader& header, const Codec& codec) {
+  CacheConfig config = header.config;
   config.codec = codec.info().spec;
   config.calibration_digest = codec.info().calibration_digest;
   return DigestOf(config, codec.info().version);

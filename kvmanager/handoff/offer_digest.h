@@ -8,6 +8,6 @@
 namespace kvmanager {
 
 /// codec: made for first.config.
-CacheDigest DigestOfOffer(const HandOffHeader& first, const Codec& codec);
+CacheDigest DigestOfOffer(const HandOffHeader& header, const Codec& codec);
 
 }  // namespace kvmanager

@@ -22,8 +22,8 @@ inline std::string HostOf(const std::string& peer) { return peer.substr(0, peer.
 /// Shared by the messages and the work that carry it on, one after the other.
 struct Offered {
   std::string peer, payer;
-  std::shared_ptr<HandOffHeader> first;  // unchanged once it is being imported, and shared with that
-  GpuName gpu = {};                      // whose pages they are
+  std::shared_ptr<HandOffHeader> header;  // unchanged once it is being imported, and shared with that
+  GpuName gpu = {};                       // whose pages they are
   GpuLanding landing;
   absl::StatusOr<std::shared_ptr<const Codec>> codec = std::shared_ptr<const Codec>();
   uint64_t bytes_at_least = 0;  // of memory here, once there is a codec

@@ -20,19 +20,19 @@ void AddSizes(absl::Span<const HandOffPage> pages, HandOffPart* part) {
   for (const HandOffPage& page : pages) part->page_bytes.push_back(page.bytes);
 }
 
-HandOffPart MakeFirst(const HandOffHeader& first) {
+HandOffPart MakeHeader(const HandOffHeader& header) {
   HandOffPart part;
-  part.manifest = WriteFirstManifest(first);
-  AddSizes(first.pages, &part);
-  AddSizes(first.activations, &part);
+  part.manifest = WriteHandOffHeader(header);
+  AddSizes(header.pages, &part);
+  AddSizes(header.activations, &part);
   return part;
 }
 
-HandOffPart MakeLast(const HandOffTrailer& last, absl::string_view blob) {
+HandOffPart MakeTrailer(const HandOffTrailer& trailer, absl::string_view blob) {
   HandOffPart part;
-  part.manifest = WriteLastManifest(last, blob);
-  AddSizes(last.pages, &part);
-  part.withdrawn = last.withdrawn;
+  part.manifest = WriteHandOffTrailer(trailer, blob);
+  AddSizes(trailer.pages, &part);
+  part.withdrawn = trailer.withdrawn;
   return part;
 }
 
@@ -60,8 +60,8 @@ kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> OutgoingHandOff::Begin(const 
   using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
   auto made = std::make_shared<OutgoingHandOff>(parts, std::move(lease), std::move(target), std::move(place));
   if (absl::Status found = made->FindGpu(); !found.ok()) return Begun(std::move(found));
-  const HandOffHeader* const first = &made->lease_->first();
-  return made->Make(first->blocks.size() + first->size(), [first] { return MakeFirst(*first); })
+  const HandOffHeader* const header = &made->lease_->header();
+  return made->Make(header->blocks.size() + header->size(), [header] { return MakeHeader(*header); })
       .then([made](HandOffPart part) -> Begun {
         KV_RETURN_IF_ERROR(made->Offer(std::move(part)));
         return kj::heap<CancelOnDrop>(made);
@@ -88,9 +88,9 @@ kj::Promise<HandOffPart> OutgoingHandOff::Make(size_t pages, absl::AnyInvocable<
 }
 
 absl::Status OutgoingHandOff::FindGpu() {
-  const HandOffHeader& first = lease_->first();
-  if (first.config.device == CacheConfig::kHost) return absl::OkStatus();
-  gpu_ = kvmanager::FindGpu(parts_.gpus, first.config.device);
+  const HandOffHeader& header = lease_->header();
+  if (header.config.device == CacheConfig::kHost) return absl::OkStatus();
+  gpu_ = kvmanager::FindGpu(parts_.gpus, header.config.device);
   if (gpu_ == nullptr) return NoGpuPages(absl::UnavailableError("a GPU that sends nothing itself"));
   // What a GPU reads of another goes at the link's rate.
   if (!parts_.shares_gpu_memory) {
@@ -100,22 +100,22 @@ absl::Status OutgoingHandOff::FindGpu() {
 }
 
 absl::Status OutgoingHandOff::Offer(HandOffPart part) {
-  const HandOffHeader& first = lease_->first();
-  const uint64_t page_tokens = first.config.layout.page_tokens;
-  const uint64_t pages = (first.tokens + page_tokens - 1) / page_tokens * first.config.layers + first.size();
+  const HandOffHeader& header = lease_->header();
+  const uint64_t page_tokens = header.config.layout.page_tokens;
+  const uint64_t pages = (header.tokens + page_tokens - 1) / page_tokens * header.config.layers + header.size();
   SendRequest request;
   request.peer = target_.peer;
-  request.first = std::move(part);
+  request.header = std::move(part);
   if (gpu_ != nullptr) {
-    for (const PageSizes::Run& run : request.first.page_bytes.runs()) {
+    for (const PageSizes::Run& run : request.header.page_bytes.runs()) {
       if (run.bytes >= kPageHashBytesMin) continue;
       return NoGpuPages(InvalidField("page bytes", run.bytes, absl::StrCat("at least ", kPageHashBytesMin)));
     }
-    request.first.gpu = gpu_->device()->info().uuid;
+    request.header.gpu = gpu_->device()->info().uuid;
   }
   request.stall_ms = std::min(target_.timeout_ms, SendRequest::kStallMsDefault);
   request.room_ms = target_.room_ms;
-  if (request.first.manifest.size() > HandOffPart::kManifestBytesMax || pages > HandOffPart::kPagesMax) {
+  if (request.header.manifest.size() > HandOffPart::kManifestBytesMax || pages > HandOffPart::kPagesMax) {
     return InvalidField("sequence",
                         absl::StrCat(pages, " pages long, counting those twice that may travel in either form"),
                         absl::StrCat("at most ", HandOffPart::kPagesMax, " to be handed off"));
@@ -142,8 +142,8 @@ absl::Status OutgoingHandOff::Offer(HandOffPart part) {
 }
 
 uint32_t OutgoingHandOff::LayerOf(uint32_t page) const {
-  const HandOffHeader& first = lease_->first();
-  return page < first.size() ? first.page(page).layer : lease_->last()->pages[page - first.size()].layer;
+  const HandOffHeader& header = lease_->header();
+  return page < header.size() ? header.page(page).layer : lease_->trailer()->pages[page - header.size()].layer;
 }
 
 void OutgoingHandOff::Post(absl::Span<const ExportedPage> pages, absl::Span<const ExportedOpenPage> open) {
@@ -172,11 +172,11 @@ void OutgoingHandOff::PostFromGpu(absl::Span<const ExportedPage> pages, absl::Sp
     out.push_back({page.page, page.bytes, page.checksum, LayerOf(page.page), slab});
     work.pages.push_back({page.bytes.data(), static_cast<uint32_t>(page.bytes.size())});
   }
-  const PageLayout& layout = lease_->first().config.layout;
+  const PageLayout& layout = lease_->header().config.layout;
   const auto token_bytes = static_cast<uint32_t>(layout.head_dim * sizeof(uint16_t));
   work.shape.rows = 2 * static_cast<uint32_t>(layout.kv_heads);
   work.shape.row_bytes = static_cast<uint32_t>(layout.page_tokens) * token_bytes;
-  work.shape.kept_bytes = static_cast<uint32_t>(lease_->first().tokens % layout.page_tokens) * token_bytes;
+  work.shape.kept_bytes = static_cast<uint32_t>(lease_->header().tokens % layout.page_tokens) * token_bytes;
   for (const ExportedOpenPage& page : open) work.open.push_back({page.from, page.to});
   gpu_->sends()->Prepare(std::move(work), [self = shared_from_this(), lease = lease_, out = std::move(out)](
                                               absl::StatusOr<std::vector<uint64_t>> checksums) mutable {
@@ -200,7 +200,7 @@ void OutgoingHandOff::Pump() {
   const std::vector<ExportedPage> ready = lease_->TakeReady(kPagesAtOnce);
   Post(ready);
   if (ready.size() == kPagesAtOnce) return PumpLater();
-  if (cancelled_ || lease_->last() == nullptr || blob_ == nullptr) return;
+  if (cancelled_ || lease_->trailer() == nullptr || blob_ == nullptr) return;
   if (!std::exchange(makes_last_, true)) SayLast();
   if (said_last_) PostLast();
 }
@@ -216,25 +216,25 @@ void OutgoingHandOff::PumpLater() {
 }
 
 void OutgoingHandOff::SayLast() {
-  const auto say = [this](HandOffPart last) {
+  const auto say = [this](HandOffPart trailer) {
     if (ended_.has_value() || cancelled_) return;
     said_last_ = true;
-    parts_.transport->Finish(*transfer_, std::move(last));
+    parts_.transport->Finish(*transfer_, std::move(trailer));
   };
-  const HandOffTrailer* const last = lease_->last();
-  const size_t pages = last->blocks.size() + last->pages.size() + last->withdrawn.size();
-  const auto make = [last, blob = blob_] { return MakeLast(*last, *blob); };
+  const HandOffTrailer* const trailer = lease_->trailer();
+  const size_t pages = trailer->blocks.size() + trailer->pages.size() + trailer->withdrawn.size();
+  const auto make = [trailer, blob = blob_] { return MakeTrailer(*trailer, *blob); };
   if (parts_.workers == nullptr || pages <= kPagesAtOnce) return say(make());
   making_last_ = Make(pages, make)
-                     .then([this, say](HandOffPart last) {
-                       say(std::move(last));
+                     .then([this, say](HandOffPart trailer) {
+                       say(std::move(trailer));
                        Pump();
                      })
                      .eagerlyEvaluate(nullptr);
 }
 
 void OutgoingHandOff::PostLast() {
-  const absl::Span<const ExportedPage> pages = lease_->last_pages();
+  const absl::Span<const ExportedPage> pages = lease_->trailer_pages();
   const bool first = posted_last_ == 0;
   const absl::Span<const ExportedPage> piece = pages.subspan(posted_last_, kPagesAtOnce);
   posted_last_ += piece.size();

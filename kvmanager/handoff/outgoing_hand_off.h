@@ -90,7 +90,7 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   kj::Promise<absl::StatusOr<T>> WithDeadline(kj::Promise<absl::StatusOr<T>> promise, int64_t ms);
   // `make` reads only what does not change any more of the lease; a worker calls it where there are very many pages.
   kj::Promise<HandOffPart> Make(size_t pages, absl::AnyInvocable<HandOffPart()> make);
-  absl::Status Offer(HandOffPart first);
+  absl::Status Offer(HandOffPart header);
   // Gives the transport a piece of what there is, and goes on with the next message.
   void Pump();
   void PumpLater();

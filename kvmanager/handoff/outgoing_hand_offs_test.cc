@@ -198,12 +198,12 @@ TEST_F(OutgoingHandOffsTest, OffersSinksInTheTrailerToAPeerThatRefusesThemInTheH
   const SequenceId sequence = Make("sinks");
   auto sending = Send(sequence, To({"a:1"}));
   ASSERT_EQ(transport_.transfers.size(), 1u);
-  const size_t with_sinks = transport_.transfers[0].request.first.page_bytes.size();
+  const size_t with_sinks = transport_.transfers[0].request.header.page_bytes.size();
   const absl::Status refused = InvalidField("pages[0].bytes", 16384, "7936");
   ASSERT_TRUE(WantsKeptRawInTrailer(refused));
   End(0, refused);
   ASSERT_EQ(transport_.transfers.size(), 2u);
-  EXPECT_EQ(transport_.transfers[1].request.first.page_bytes.size(), with_sinks - 2 * 2);  // two sinks a layer
+  EXPECT_EQ(transport_.transfers[1].request.header.page_bytes.size(), with_sinks - 2 * 2);  // two sinks a layer
   EXPECT_EQ(hand_off_metrics_.send_failed.Value(), 0);
   Accept(1);
   End(1, SendResult());
@@ -322,7 +322,7 @@ TEST_F(OutgoingHandOffsTest, SendsVeryManyPagesInPieces) {
   FakeTransport::Transfer& transfer = transport_.transfers[0];
   EXPECT_LE(transfer.most_at_once, OutgoingHandOff::kPagesAtOnce);
   ASSERT_TRUE(transfer.last.has_value());
-  EXPECT_EQ(transfer.request.first.page_bytes.size() + transfer.last->page_bytes.size(), 2u * (kBlocks + 1));
+  EXPECT_EQ(transfer.request.header.page_bytes.size() + transfer.last->page_bytes.size(), 2u * (kBlocks + 1));
   std::vector<uint32_t> posted = transfer.posted;
   std::sort(posted.begin(), posted.end());
   ASSERT_EQ(posted.size(), 2u * (kBlocks + 1));

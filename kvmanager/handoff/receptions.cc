@@ -72,15 +72,18 @@ class Receptions::Incoming final : public IncomingHandOff,
           owner_of_work_);
     }
   }
-  void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) override {
+  void Extend(HandOffPart trailer, absl::AnyInvocable<void(absl::Status)> reply) override {
     link_begin_ns_ = owner_->parts_.clock->NowNs();
-    const size_t last_bytes = last.manifest.size();
-    auto parse = [last = std::move(last)] { return ParseLastManifest(last.manifest, last.page_bytes, last.withdrawn); };
-    auto extend = [self = shared_from_this(), reply = std::move(reply)](absl::StatusOr<LastManifest> manifest) mutable {
+    const size_t trailer_bytes = trailer.manifest.size();
+    auto parse = [trailer = std::move(trailer)] {
+      return ParseHandOffTrailer(trailer.manifest, trailer.page_bytes, trailer.withdrawn);
+    };
+    auto extend = [self = shared_from_this(),
+                   reply = std::move(reply)](absl::StatusOr<TrailerManifest> manifest) mutable {
       Receptions* const owner = self->owner_;
       owner->Extend(std::move(self), std::move(manifest), std::move(reply));
     };
-    ParseThen(owner_->parts_, last_bytes, owner_of_work_, std::move(parse), std::move(extend));
+    ParseThen(owner_->parts_, trailer_bytes, owner_of_work_, std::move(parse), std::move(extend));
   }
   void Complete(absl::AnyInvocable<void(absl::Status)> reply) override {
     queue_->Post([self = shared_from_this(), reply = std::move(reply)]() mutable {
@@ -146,11 +149,11 @@ class Receptions::Incoming final : public IncomingHandOff,
 std::shared_ptr<IncomingHandOff> Receptions::Begin(const Offered& offered, std::unique_ptr<ImportLease> import,
                                                    std::string ticket) {
   return std::make_shared<Incoming>(this, std::move(import), offered.peer, std::move(ticket), offered.payer,
-                                    offered.first->tokens, offered.landing, offered.projections,
+                                    offered.header->tokens, offered.landing, offered.projections,
                                     WorkersOf(**offered.codec, parts_.workers));
 }
 
-void Receptions::Extend(std::shared_ptr<Incoming> incoming, absl::StatusOr<LastManifest> manifest,
+void Receptions::Extend(std::shared_ptr<Incoming> incoming, absl::StatusOr<TrailerManifest> manifest,
                         absl::AnyInvocable<void(absl::Status)> reply) {
   if (!incoming->failed.ok()) return reply(incoming->failed);
   absl::Status status = manifest.status();
@@ -159,7 +162,7 @@ void Receptions::Extend(std::shared_ptr<Incoming> incoming, absl::StatusOr<LastM
     Refuse(*incoming, status);
     return reply(status);
   }
-  incoming->import().BeginExtend(std::move(manifest->last));
+  incoming->import().BeginExtend(std::move(manifest->trailer));
   ExtendSoon(std::move(incoming), std::move(reply));
 }
 

@@ -45,7 +45,7 @@ class Receptions {
   class Incoming;
 
   /// The trailer, in pieces.
-  void Extend(std::shared_ptr<Incoming> incoming, absl::StatusOr<LastManifest> manifest,
+  void Extend(std::shared_ptr<Incoming> incoming, absl::StatusOr<TrailerManifest> manifest,
               absl::AnyInvocable<void(absl::Status)> reply);
   void ExtendSoon(std::shared_ptr<Incoming> incoming, absl::AnyInvocable<void(absl::Status)> reply);
   void ExtendSome(std::shared_ptr<Incoming> incoming, absl::AnyInvocable<void(absl::Status)> reply);

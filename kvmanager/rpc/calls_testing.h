@@ -139,9 +139,9 @@ class CallsTest : public PageStoreTest {
     for (const int at : {0, kPage}) EXPECT_TRUE(sender.AppendAll(there, sent, text, at, kPage).ok());
     const auto whole = sender.store->exports().Whole(sent, {.will_append = true});
     EXPECT_TRUE(whole.ok()) << whole.status();
-    auto import = store().imports().Import((*whole)->first());
+    auto import = store().imports().Import((*whole)->header());
     EXPECT_TRUE(import.ok()) << import.status();
-    EXPECT_TRUE((*import)->Extend(*(*whole)->last()).ok());
+    EXPECT_TRUE((*import)->Extend(*(*whole)->trailer()).ok());
     *sequence = Hold(*(*import)->Show());
     return *std::move(import);
   }

@@ -117,8 +117,8 @@ struct Send {
 
 /// What a receiver was sent, the sender being gone.
 struct Packet {
-  HandOffHeader first;
-  HandOffTrailer last;
+  HandOffHeader header;
+  HandOffTrailer trailer;
   std::vector<testing::SentPage> pages;
   std::vector<std::vector<uint8_t>> bytes;  // [pages], which point here
 };

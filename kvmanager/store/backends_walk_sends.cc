@@ -40,7 +40,7 @@ void BackendsWalk::StartSend() {
 BackendsWalk::SentPages BackendsWalk::CheckSent(const Send& send, const Packet& packet) const {
   const WalkedCache& cache = caches_[send.model.cache];
   const PageLayout& layout = cache.config.layout;
-  const HandOffHeader& first = packet.first;
+  const HandOffHeader& first = packet.header;
   const uint64_t all_tokens = send.model.tokens[0];
   EXPECT_EQ(first.tokens, all_tokens);
   const uint64_t newest = all_tokens > 0 && !send.will_append ? all_tokens - 1 : all_tokens;
@@ -75,7 +75,7 @@ void BackendsWalk::FinishSend() {
   if (sends_.empty()) return;
   const size_t index = Below(sends_.size());
   for (const auto& lease : sends_[index].leases) {
-    if (lease->last() == nullptr) return;
+    if (lease->trailer() == nullptr) return;
   }
   const Send send = std::move(sends_[index]);
   sends_.erase(sends_.begin() + index);
@@ -85,8 +85,8 @@ void BackendsWalk::FinishSend() {
   SentPages pages[2];
   for (const Memory memory : kMemories) {
     Packet& packet = transfer.packets[memory];
-    packet.first = send.leases[memory]->first();
-    packet.last = *send.leases[memory]->last();
+    packet.header = send.leases[memory]->header();
+    packet.trailer = *send.leases[memory]->trailer();
     packet.pages = testing::TakeAll(*send.leases[memory]);
     packet.bytes.reserve(packet.pages.size());
     for (SentPage& page : packet.pages) {
@@ -96,8 +96,8 @@ void BackendsWalk::FinishSend() {
     pages[memory] = CheckSent(send, packet);
   }
   if (::testing::Test::HasFailure()) return;
-  const HandOffHeader& host = transfer.packets[kHost].first;
-  const HandOffHeader& gpu = transfer.packets[kGpu].first;
+  const HandOffHeader& host = transfer.packets[kHost].header;
+  const HandOffHeader& gpu = transfer.packets[kGpu].header;
   const size_t per_layer = host.blocks.size() + (host.tokens % cache.config.layout.page_tokens != 0);
   ASSERT_EQ(pages[kHost].size(), per_layer * cache.config.layers);
   ASSERT_TRUE(pages[kHost] == pages[kGpu]);
@@ -124,14 +124,14 @@ void BackendsWalk::ReceiveOne() {
   const bool received = ids[kHost].ok() || ids[kGpu].ok();
   // Names arrive with what was received. They may be known in one memory alone, or be of a block that serves one of
   // them.
-  for (size_t i = 0; i < transfer.packets[kHost].first.blocks.size() && !breaks_off && received; ++i) {
+  for (size_t i = 0; i < transfer.packets[kHost].header.blocks.size() && !breaks_off && received; ++i) {
     const HandOffBlock* named[2];
     for (const Memory memory : kMemories) {
       const Packet& packet = transfer.packets[memory];
-      named[memory] = packet.first.blocks[i].named ? &packet.first.blocks[i] : &packet.last.blocks[i];
+      named[memory] = packet.header.blocks[i].named ? &packet.header.blocks[i] : &packet.trailer.blocks[i];
       if (!named[memory]->named) continue;
       counts.named += cache.published.insert(named[memory]->name.key).second;
-      const std::vector<uint32_t>& aged = packet.first.aged;
+      const std::vector<uint32_t>& aged = packet.header.aged;
       cache.names_differ |= i >= *std::min_element(aged.begin(), aged.end()) || ids[kHost].ok() != ids[kGpu].ok();
     }
     cache.names_differ |= named[kHost]->named != named[kGpu]->named;
@@ -142,7 +142,7 @@ void BackendsWalk::ReceiveOne() {
   ASSERT_NE(answer, Answer::kRefused) << ids[kHost].status();
   if (answer != Answer::kOk || breaks_off) return DropMade(model.ids);
   model.client = clients_[Below(kClients)];
-  model.aged = transfer.packets[kHost].first.aged;
+  model.aged = transfer.packets[kHost].header.aged;
   model.written_by = 0;
   ++counts.received;
   AddSequence(std::move(model));
@@ -150,7 +150,7 @@ void BackendsWalk::ReceiveOne() {
 
 absl::StatusOr<SequenceId> BackendsWalk::Receive(Memory to, const WalkedSequence& model, const Packet& packet,
                                                  bool breaks_off) {
-  HandOffHeader first = packet.first;
+  HandOffHeader first = packet.header;
   first.config.device = to == kHost ? CacheConfig::kHost : TestDevice::kOrdinal;
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<ImportLease> import,
                       store(to).imports().Import(first, nullptr, [this](uint32_t, uint32_t, uint32_t with_activations) {
@@ -160,7 +160,7 @@ absl::StatusOr<SequenceId> BackendsWalk::Receive(Memory to, const WalkedSequence
                       }));
   store(to).report().CheckInvariants();
   if (breaks_off) return 0;
-  KV_RETURN_IF_ERROR(import->Extend(packet.last));
+  KV_RETURN_IF_ERROR(import->Extend(packet.trailer));
   for (const SentPage& page : packet.pages) {
     const absl::Span<uint8_t> target = import->target(page.bytes.page);
     if (target.empty()) continue;

@@ -95,8 +95,8 @@ void DeviceWalk::CheckOnHost(SequenceId id, const ModelSequence& model) {
   const auto lease = store().exports().Whole(id);
   if (lease.status().code() == absl::StatusCode::kResourceExhausted) return;  // of the open page's copy
   ASSERT_TRUE(lease.ok()) << lease.status();
-  ASSERT_NE((*lease)->last(), nullptr);
-  const uint64_t all_tokens = (*lease)->first().tokens;
+  ASSERT_NE((*lease)->trailer(), nullptr);
+  const uint64_t all_tokens = (*lease)->header().tokens;
   const ModelCache& cache = caches_[model.cache];
   const PageLayout& layout = cache.config.layout;
   ASSERT_EQ(all_tokens, model.tokens[0]);

@@ -89,7 +89,7 @@ void DeviceWalk::GoOnSending(size_t index) {
     }
   }
   ASSERT_TRUE(sending.lease->status().ok()) << sending.lease->status();
-  const HandOffHeader& first = sending.lease->first();
+  const HandOffHeader& first = sending.lease->header();
   for (const ExportedPage& page : sending.lease->TakeReady()) {
     const HandOffPage& of = first.pages[page.page];
     const ModelCache& cache = caches_[sending.cache];
@@ -99,14 +99,14 @@ void DeviceWalk::GoOnSending(size_t index) {
     const Text& text = sending.lease->finished() || found == sequences_.end() ? sending.text : found->second.text;
     ASSERT_NO_FATAL_FAILURE(ExpectSent(sending, text, sending.sent.back()));
   }
-  if (sending.lease->last() == nullptr) return;
+  if (sending.lease->trailer() == nullptr) return;
   // Everything was offered, and nothing has changed since.
-  const HandOffTrailer& last = *sending.lease->last();
+  const HandOffTrailer& last = *sending.lease->trailer();
   ASSERT_EQ(sending.sent.size() + last.withdrawn.size(), first.pages.size());
   counts.withdrawn += last.withdrawn.size();
   testing::CopyOpenPages(*sending.lease);
   for (size_t i = 0; i < last.pages.size(); ++i) {
-    sending.sent.push_back({last.pages[i], false, false, sending.lease->last_pages()[i]});
+    sending.sent.push_back({last.pages[i], false, false, sending.lease->trailer_pages()[i]});
   }
   for (const testing::SentPage& page : sending.sent) {
     ASSERT_NO_FATAL_FAILURE(ExpectSent(sending, sending.text, page));

@@ -53,33 +53,33 @@ class ExportPiecesTest : public testing::PageStoreTest {
   Sent Take(ExportLease& lease) {
     test().executor.FinishAll();
     ReleaseAll();
-    EXPECT_NE(lease.last(), nullptr);
+    EXPECT_NE(lease.trailer(), nullptr);
     Sent sent;
-    sent.aged = lease.first().aged;
-    std::vector<bool> seen(lease.first().size());
+    sent.aged = lease.header().aged;
+    std::vector<bool> seen(lease.header().size());
     for (std::vector<ExportedPage> pages; !(pages = lease.TakeReady(100)).empty();) {
       EXPECT_LE(pages.size(), 100u);
       for (const ExportedPage& page : pages) {
         EXPECT_FALSE(seen[page.page]);
         seen[page.page] = true;
-        sent.encoded.push_back(PageOf(lease.first().page(page.page), page));
+        sent.encoded.push_back(PageOf(lease.header().page(page.page), page));
       }
     }
-    for (const uint32_t page : lease.last()->withdrawn) {
+    for (const uint32_t page : lease.trailer()->withdrawn) {
       EXPECT_FALSE(seen[page]);
       seen[page] = true;
     }
     EXPECT_EQ(std::count(seen.begin(), seen.end(), false), 0);
-    for (size_t i = 0; i < lease.last()->pages.size(); ++i) {
-      EXPECT_EQ(lease.last_pages()[i].page, lease.first().size() + i);
-      sent.raw.push_back(PageOf(lease.last()->pages[i], lease.last_pages()[i]));
+    for (size_t i = 0; i < lease.trailer()->pages.size(); ++i) {
+      EXPECT_EQ(lease.trailer_pages()[i].page, lease.header().size() + i);
+      sent.raw.push_back(PageOf(lease.trailer()->pages[i], lease.trailer_pages()[i]));
     }
     EXPECT_TRUE(std::is_sorted(sent.raw.begin(), sent.raw.end()));
-    EXPECT_TRUE(std::is_sorted(lease.last()->withdrawn.begin(), lease.last()->withdrawn.end()));
+    EXPECT_TRUE(std::is_sorted(lease.trailer()->withdrawn.begin(), lease.trailer()->withdrawn.end()));
     std::sort(sent.encoded.begin(), sent.encoded.end());
-    for (const HandOffBlock& block : lease.first().blocks) sent.named += block.named;
-    for (const HandOffBlock& block : lease.last()->blocks) sent.named_later += block.named;
-    sent.withdrawn = lease.last()->withdrawn.size();
+    for (const HandOffBlock& block : lease.header().blocks) sent.named += block.named;
+    for (const HandOffBlock& block : lease.trailer()->blocks) sent.named_later += block.named;
+    sent.withdrawn = lease.trailer()->withdrawn.size();
     return sent;
   }
   static Sent::Page PageOf(const HandOffPage& page, const ExportedPage& sent) {
@@ -291,7 +291,7 @@ TEST_F(ExportPiecesTest, PagesAreOfferedOneByOneAsTheyAreEncoded) {
       ASSERT_TRUE(test().Append(cache, sequence, text, uint64_t(i) * kPage, kPage, layer).ok());
     }
   }
-  const size_t pages = lease->first().pages.size();
+  const size_t pages = lease->header().pages.size();
   EXPECT_GE(pages, 2u * (kMany - 2));
   EXPECT_TRUE(lease->TakeReady().empty());
   size_t taken = 0;
@@ -366,10 +366,10 @@ TEST_F(ExportPiecesTest, GoOutOfAGpu) {
         more |= ready > 0;
       }
       ASSERT_TRUE((*lease)->status().ok()) << (*lease)->status();
-      ASSERT_NE((*lease)->last(), nullptr);
-      EXPECT_EQ(taken + (*lease)->last()->withdrawn.size(), (*lease)->first().size());
-      EXPECT_EQ((*lease)->last_pages().size(), (*lease)->last()->pages.size());
-      for (const ExportedPage& page : (*lease)->last_pages()) EXPECT_FALSE(page.bytes.empty());
+      ASSERT_NE((*lease)->trailer(), nullptr);
+      EXPECT_EQ(taken + (*lease)->trailer()->withdrawn.size(), (*lease)->header().size());
+      EXPECT_EQ((*lease)->trailer_pages().size(), (*lease)->trailer()->pages.size());
+      for (const ExportedPage& page : (*lease)->trailer_pages()) EXPECT_FALSE(page.bytes.empty());
       lease->reset();
       gpu.store().Drop(sequence);
       while (gpu.store().long_calls().ReleaseSome()) gpu.store().report().CheckInvariants();

@@ -21,22 +21,22 @@ ExportedSequence::ExportedSequence(SequenceExports* exports, SequenceId sequence
   Sequence& from = **parts().sequences->Find(sequence);
   cache_ = holds_.cache = from.cache;
   holds_.counted = counted;
-  first_.config = cache_->config;
-  first_.codec_version = cache_->codec->info().version;
-  first_.tokens = tokens;
+  header_.config = cache_->config;
+  header_.codec_version = cache_->codec->info().version;
+  header_.tokens = tokens;
   full_blocks_ = static_cast<uint32_t>(tokens / cache_->page_tokens());
   // As if the newest token had been appended alone; not more, unless it is said that the receiver goes on behind it:
   // else it may crop and ask as the sender may.
   const uint64_t newest = tokens > 0 && !options_.will_append ? tokens - 1 : tokens;
   size_t pages = 0;
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
-    first_.aged.push_back(std::max(from.aged[layer], cache_->reading().AgedPages(newest)));
+    header_.aged.push_back(std::max(from.aged[layer], cache_->reading().AgedPages(newest)));
     first_at_.push_back(pages);
-    pages += first_.aged.back();
+    pages += header_.aged.back();
   }
   // Memory that is touched piece by piece.
-  first_.blocks.reserve(full_blocks_);
-  first_.pages.reserve(pages);
+  header_.blocks.reserve(full_blocks_);
+  header_.pages.reserve(pages);
   holds_.pages.reserve(pages);
   holds_.numbers.reserve(pages);
   encoded_.resize(cache_->layers());
@@ -60,8 +60,8 @@ ExportedSequence::~ExportedSequence() {
 
 uint64_t ExportedSequence::needed_bytes() const {
   const uint64_t page_tokens = cache_->page_tokens();
-  const uint64_t pages = (first_.tokens + page_tokens - 1) / page_tokens * cache_->layers();
-  return (pages - first_.pages.size()) * cache_->layout().raw_bytes() + header_bytes_;
+  const uint64_t pages = (header_.tokens + page_tokens - 1) / page_tokens * cache_->layers();
+  return (pages - header_.pages.size()) * cache_->layout().raw_bytes() + header_bytes_;
 }
 
 uint64_t ExportedSequence::ChecksumOf(absl::Span<const uint8_t> bytes) const {
@@ -85,14 +85,14 @@ absl::StatusOr<bool> ExportedSequence::ListNext() {
 
 void ExportedSequence::ListSome(const Sequence& sequence) {
   size_t left = SequenceExports::kPagesAtOnce;
-  for (; first_.blocks.size() < full_blocks_; --left) {
+  for (; header_.blocks.size() < full_blocks_; --left) {
     if (left == 0) return;
-    const size_t i = first_.blocks.size();
-    HandOffBlock& block = first_.blocks.emplace_back();
+    const size_t i = header_.blocks.size();
+    HandOffBlock& block = header_.blocks.emplace_back();
     if (i < sequence.blocks.size() && sequence.blocks[i]->published) block = {sequence.blocks[i]->name, true};
   }
   for (; !listed(); ++layer_, block_ = 0) {
-    for (; block_ < first_.aged[layer_]; ++block_, --left) {
+    for (; block_ < header_.aged[layer_]; ++block_, --left) {
       if (left == 0) return;
       ListPage(sequence, block_, layer_);
     }
@@ -110,8 +110,8 @@ void ExportedSequence::ListPage(const Sequence& sequence, uint32_t block, uint32
     ++kept_[layer];
   } else {
     const uint64_t bytes = keeps_raw ? cache_->layout(layer).raw_bytes() : cache_->page_bytes(layer);
-    holds_.numbers.push_back(static_cast<uint32_t>(first_.pages.size()));
-    first_.pages.push_back({block, layer, bytes});
+    holds_.numbers.push_back(static_cast<uint32_t>(header_.pages.size()));
+    header_.pages.push_back({block, layer, bytes});
     header_bytes_ += bytes;
     encoded_[layer] += !keeps_raw;
     if (block < sequence.blocks.size()) ListActivations(sequence.blocks[block], layer);
@@ -127,8 +127,8 @@ void ExportedSequence::ListActivations(Block* block, uint32_t layer) {
   parts().blocks->Pin(ref);
   holds_.activations.push_back(ref);
   const absl::Span<const uint8_t> bytes(PageData(*cache_, ref.page().encoded), cache_->activation_page_bytes());
-  const uint32_t number = static_cast<uint32_t>(first_.activations.size());
-  first_.activations.push_back({block->index, layer, bytes.size()});
+  const uint32_t number = static_cast<uint32_t>(header_.activations.size());
+  header_.activations.push_back({block->index, layer, bytes.size()});
   ready_activations_.push_back({number, bytes, ref.page().checksum});
 }
 
@@ -142,7 +142,7 @@ void ExportedSequence::Take(size_t at, PageRef ref) {
   parts().blocks->PinEncoded(ref);
   if (ref.page().awaits_encoding()) {
     ++awaited_;
-  } else if (cache_->identity() && !is_written(first_.pages[number])) {
+  } else if (cache_->identity() && !is_written(header_.pages[number])) {
     unwritten_[ref.layer].push_back(number);
   } else {
     Offer(number, ref);
@@ -156,14 +156,14 @@ void ExportedSequence::Offer(uint32_t number, const PageRef& ref) {
   }
   const Page& page = ref.page();
   const PageId slot = page.declined ? page.raw : page.encoded;
-  const absl::Span<const uint8_t> bytes(PageData(*cache_, slot), first_.pages[number].bytes);
+  const absl::Span<const uint8_t> bytes(PageData(*cache_, slot), header_.pages[number].bytes);
   // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed since.
   const bool kept = page.state == PageState::kResident;
   ready_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
 }
 
 void ExportedSequence::OnFull(uint32_t block, uint32_t layer) {
-  if (block >= first_.aged[layer]) return;
+  if (block >= header_.aged[layer]) return;
   const size_t at = first_at_[layer] + block;
   if (at >= holds_.pages.size()) return;  // it is found full when it is listed
   const auto sequence = parts().sequences->Find(sequence_);
@@ -175,7 +175,7 @@ void ExportedSequence::OnFull(uint32_t block, uint32_t layer) {
 void ExportedSequence::OnEncoded(absl::Span<const PageRef> pages) {
   for (const PageRef& ref : pages) {
     if (ref.block->cache != cache_) return;
-    if (ref.block->index >= first_.aged[ref.layer]) continue;
+    if (ref.block->index >= header_.aged[ref.layer]) continue;
     const size_t at = first_at_[ref.layer] + ref.block->index;
     if (at >= holds_.pages.size() || holds_.pages[at].block != ref.block) continue;
     const uint32_t number = holds_.numbers[at];
@@ -188,12 +188,12 @@ void ExportedSequence::OnEncoded(absl::Span<const PageRef> pages) {
 }
 
 bool ExportedSequence::all_written() const {
-  return std::all_of(written_.begin(), written_.end(), [this](uint64_t tokens) { return tokens >= first_.tokens; });
+  return std::all_of(written_.begin(), written_.end(), [this](uint64_t tokens) { return tokens >= header_.tokens; });
 }
 
 bool ExportedSequence::has_written() const {
   return std::any_of(unwritten_.begin(), unwritten_.end(), [this](const std::deque<uint32_t>& numbers) {
-    return !numbers.empty() && is_written(first_.pages[numbers.front()]);
+    return !numbers.empty() && is_written(header_.pages[numbers.front()]);
   });
 }
 
@@ -208,7 +208,7 @@ std::vector<ExportedPage> ExportedSequence::TakeReady(size_t pages_max) {
   // In each layer pages become full in order.
   for (std::deque<uint32_t>& numbers : unwritten_) {
     for (; ready_.size() < pages_max && !numbers.empty(); numbers.pop_front()) {
-      const HandOffPage& page = first_.pages[numbers.front()];
+      const HandOffPage& page = header_.pages[numbers.front()];
       if (!is_written(page)) break;
       Offer(numbers.front(), holds_.pages[first_at_[page.layer] + page.block]);
     }
@@ -217,7 +217,7 @@ std::vector<ExportedPage> ExportedSequence::TakeReady(size_t pages_max) {
   pages.reserve(std::min(pages_max, ready_activations_.size() + ready_.size()));
   for (; pages.size() < pages_max && !ready_activations_.empty(); ready_activations_.pop_front()) {
     pages.push_back(ready_activations_.front());
-    pages.back().page += static_cast<uint32_t>(first_.pages.size());
+    pages.back().page += static_cast<uint32_t>(header_.pages.size());
   }
   for (; pages.size() < pages_max && !ready_.empty(); ready_.pop_front()) pages.push_back(ready_.front());
   return pages;
@@ -225,15 +225,15 @@ std::vector<ExportedPage> ExportedSequence::TakeReady(size_t pages_max) {
 
 void ExportedSequence::OnReady(absl::AnyInvocable<void()> fn) {
   fn_ = std::move(fn);
-  told_last_ = false;
+  told_trailer_ = false;
   Tell();
 }
 
 void ExportedSequence::Tell() {
   if (fn_ == nullptr) return;
   const bool ready = !ready_.empty() || !ready_activations_.empty() || has_written();
-  if (!ready && (!settled_ || told_last_)) return;
-  told_last_ = settled_;
+  if (!ready && (!settled_ || told_trailer_)) return;
+  told_trailer_ = settled_;
   fn_();
 }
 
@@ -251,11 +251,11 @@ absl::Status ExportedSequence::Complete() {
   if (finished_) return absl::FailedPreconditionError("this hand-off was finished before");
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, parts().sequences->Find(sequence_));
   const auto shortest = std::min_element(sequence->tokens.begin(), sequence->tokens.end());
-  if (*shortest != first_.tokens) {
+  if (*shortest != header_.tokens) {
     return FieldError(
         absl::StatusCode::kFailedPrecondition, "tokens",
         absl::StrCat(*shortest, " in layer ", shortest - sequence->tokens.begin()),
-        absl::StrCat(first_.tokens, " in every layer, as the hand-off of sequence ", sequence_, " began"));
+        absl::StrCat(header_.tokens, " in every layer, as the hand-off of sequence ", sequence_, " began"));
   }
   // The sequence may grow while it is sent, so its open pages are copied, here or on the way to the host.
   if (open_tokens() > 0 && options_.way != ExportWay::kByHost) {
@@ -269,13 +269,13 @@ absl::Status ExportedSequence::Complete() {
     }
   }
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
-    for (uint32_t i = first_.aged[layer]; i < full_blocks_; ++i) holds_.tail.push_back({sequence->blocks[i], layer});
+    for (uint32_t i = header_.aged[layer]; i < full_blocks_; ++i) holds_.tail.push_back({sequence->blocks[i], layer});
     if (open_tokens() > 0) holds_.open.push_back({sequence->blocks[full_blocks_], layer});
   }
   for (const PageRef& ref : holds_.tail) parts().blocks->Pin(ref);
   for (const PageRef& ref : holds_.open) parts().blocks->Pin(ref);
-  if (sequence->index != nullptr) last_.index = sequence->index->facts();
-  last_.blocks.reserve(full_blocks_);
+  if (sequence->index != nullptr) trailer_.index = sequence->index->facts();
+  trailer_.blocks.reserve(full_blocks_);
   finished_ = true;
   return absl::OkStatus();
 }
@@ -316,13 +316,13 @@ bool ExportedSequence::CopyOpenPages() {
 bool ExportedSequence::ReadNames() {
   if (!following_) return false;
   const auto sequence = parts().sequences->Find(sequence_);
-  for (size_t left = SequenceExports::kPagesAtOnce; last_.blocks.size() < full_blocks_; --left) {
+  for (size_t left = SequenceExports::kPagesAtOnce; trailer_.blocks.size() < full_blocks_; --left) {
     if (left == 0) return true;
-    const size_t i = last_.blocks.size();
-    HandOffBlock& name = last_.blocks.emplace_back();
+    const size_t i = trailer_.blocks.size();
+    HandOffBlock& name = trailer_.blocks.emplace_back();
     if (!sequence.ok()) continue;
     const Block& block = *(*sequence)->blocks[i];
-    if (block.published && !first_.blocks[i].named) name = {block.name, true};
+    if (block.published && !header_.blocks[i].named) name = {block.name, true};
   }
   LeaveSequence();
   parts().metrics->exports.Increment();
@@ -331,15 +331,15 @@ bool ExportedSequence::ReadNames() {
 
 bool ExportedSequence::MakeTrailer() {
   const uint32_t layers = cache_->layers(), blocks = full_blocks_ + (open_tokens() > 0);
-  if (last_pages_.capacity() == 0) {
+  if (trailer_pages_.capacity() == 0) {
     size_t pages = holds_.tail.size() + layers;
     for (const uint32_t kept : kept_) pages += kept;
-    last_.pages.reserve(pages);
-    last_pages_.reserve(pages);
+    trailer_.pages.reserve(pages);
+    trailer_pages_.reserve(pages);
   }
   size_t left = SequenceExports::kPagesAtOnce, bytes = 0;
   for (; trailer_layer_ < layers; ++trailer_layer_, trailer_block_ = 0) {
-    const uint32_t layer = trailer_layer_, aged = first_.aged[layer];
+    const uint32_t layer = trailer_layer_, aged = header_.aged[layer];
     if (kept_[layer] == 0) trailer_block_ = std::max(trailer_block_, aged);
     for (; trailer_block_ < blocks; ++trailer_block_, --left) {
       if (left == 0 || bytes >= SequenceExports::kBytesAtOnce) return true;
@@ -348,7 +348,7 @@ bool ExportedSequence::MakeTrailer() {
         const uint32_t number = holds_.numbers[at];
         if (number != kNotEncoded) {
           if (!is_withdrawn(holds_.pages[at])) continue;
-          last_.withdrawn.push_back(number);
+          trailer_.withdrawn.push_back(number);
         }
         bytes += AddLast(holds_.pages[at], trailer_block_);
       } else if (trailer_block_ < full_blocks_) {
@@ -367,9 +367,9 @@ size_t ExportedSequence::AddLast(const PageRef& ref, uint32_t block) {
   const absl::Span<const uint8_t> bytes(RawPageData(*cache_, page), cache_->layout(ref.layer).raw_bytes());
   KV_CHECK(bytes.data() != nullptr);
   const bool kept = page.state == PageState::kResident && page.declined && block < full_blocks_;
-  const uint32_t number = static_cast<uint32_t>(first_.size() + last_.pages.size());
-  last_.pages.push_back({block, ref.layer, bytes.size()});
-  last_pages_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
+  const uint32_t number = static_cast<uint32_t>(header_.size() + trailer_.pages.size());
+  trailer_.pages.push_back({block, ref.layer, bytes.size()});
+  trailer_pages_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
   return kept ? 0 : bytes.size();
 }
 

@@ -43,29 +43,29 @@ class ExportedSequence final : public ExportLease, public PageFollower, private 
   /// The sequence is complete. Errors: Finish's.
   absl::Status Complete();
   /// It leaves from a cache in another memory.
-  void GoFrom(const CacheConfig& config) { first_.config = config; }
+  void GoFrom(const CacheConfig& config) { header_.config = config; }
   /// Whether the header has the page.
   bool has(uint32_t block, uint32_t layer) const {
-    return block < first_.aged[layer] && holds_.numbers[first_at_[layer] + block] != ExportHolds::kNotEncoded;
+    return block < header_.aged[layer] && holds_.numbers[first_at_[layer] + block] != ExportHolds::kNotEncoded;
   }
 
   /// Pages of the header that are sent encoded.
   size_t encoded_pages(uint32_t layer) const { return encoded_[layer]; }
 
-  const HandOffHeader& first() const override { return first_; }
+  const HandOffHeader& header() const override { return header_; }
   uint64_t needed_bytes() const override;
   using ExportLease::TakeReady;
   std::vector<ExportedPage> TakeReady(size_t pages_max) override;
   void OnReady(absl::AnyInvocable<void()> fn) override;
   absl::Status Finish() override;
   bool finished() const override { return finished_; }
-  const HandOffTrailer* last() const override { return settled_ ? &last_ : nullptr; }
-  absl::Span<const ExportedPage> last_pages() const override { return last_pages_; }
+  const HandOffTrailer* trailer() const override { return settled_ ? &trailer_ : nullptr; }
+  absl::Span<const ExportedPage> trailer_pages() const override { return trailer_pages_; }
   absl::Span<const ExportedOpenPage> open_pages() const override { return open_pages_; }
 
  private:
   // PageFollower's.
-  uint64_t tokens() const override { return finished_ ? UINT64_MAX : first_.tokens; }
+  uint64_t tokens() const override { return finished_ ? UINT64_MAX : header_.tokens; }
   void OnFull(uint32_t block, uint32_t layer) override;
   void OnEncoded(absl::Span<const PageRef> pages) override;
   bool AwaitsWrites(SequenceId sequence) const override { return sequence == sequence_ && !all_written(); }
@@ -81,7 +81,7 @@ class ExportedSequence final : public ExportLease, public PageFollower, private 
     return written_[page.layer] >= (uint64_t{page.block} + 1) * cache_->page_tokens();
   }
   bool has_written() const;  // some of unwritten_ are, by now
-  int open_tokens() const { return static_cast<int>(first_.tokens % cache_->page_tokens()); }
+  int open_tokens() const { return static_cast<int>(header_.tokens % cache_->page_tokens()); }
   bool listed() const { return layer_ == cache_->layers(); }
   // Declined for what is in it: the header did not know.
   bool is_withdrawn(const PageRef& ref) const {
@@ -113,9 +113,9 @@ class ExportedSequence final : public ExportLease, public PageFollower, private 
   const ExportOptions options_;
   std::shared_ptr<Cache> cache_;  // shared: see Block
   uint32_t full_blocks_ = 0;
-  HandOffHeader first_;
-  HandOffTrailer last_;
-  std::vector<ExportedPage> last_pages_;
+  HandOffHeader header_;
+  HandOffTrailer trailer_;
+  std::vector<ExportedPage> trailer_pages_;
   // Its pages: of each layer those before aged[layer], as far as they are listed.
   ExportHolds holds_;
   std::vector<size_t> first_at_;                 // [layers] in these
@@ -135,7 +135,7 @@ class ExportedSequence final : public ExportLease, public PageFollower, private 
   bool following_ = true;
   bool later_ = false;  // in the list of SequenceExports
   bool settled_ = false;
-  bool told_last_ = false;
+  bool told_trailer_ = false;
   absl::AnyInvocable<void()> fn_;
 };
 

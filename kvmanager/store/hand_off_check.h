@@ -36,8 +36,8 @@ class BlockNamesCheck {
 /// Whether a header is of one piece: blocks and pages as its token count says, with the sizes of the cache's forms.
 class HeaderCheck {
  public:
-  /// cache, first: outlive it.
-  HeaderCheck(const Cache& cache, const HandOffHeader& first) : cache_(cache), first_(first) {}
+  /// cache, header: outlive it.
+  HeaderCheck(const Cache& cache, const HandOffHeader& header) : cache_(cache), header_(header) {}
 
   /// Looks at some more. False: that was all, or status() is an error.
   bool Next();
@@ -62,7 +62,7 @@ class HeaderCheck {
   }
 
   const Cache& cache_;
-  const HandOffHeader& first_;
+  const HandOffHeader& header_;
   absl::Status status_;
   Stage stage_ = Stage::kCounts;
   size_t at_ = 0;    // of what is looked at
@@ -77,9 +77,9 @@ class HeaderCheck {
 class TrailerCheck {
  public:
   /// forms: of the header's pages, of which trailer_pages are raw. All outlive it.
-  TrailerCheck(const Cache& cache, const HandOffHeader& first, std::vector<ArrivalForm> forms, uint64_t trailer_pages,
-               const HandOffTrailer& last)
-      : cache_(cache), first_(first), last_(last), forms_(std::move(forms)), trailer_pages_(trailer_pages) {}
+  TrailerCheck(const Cache& cache, const HandOffHeader& header, std::vector<ArrivalForm> forms, uint64_t trailer_pages,
+               const HandOffTrailer& trailer)
+      : cache_(cache), header_(header), trailer_(trailer), forms_(std::move(forms)), trailer_pages_(trailer_pages) {}
 
   /// As HeaderCheck's.
   bool Next();
@@ -99,8 +99,8 @@ class TrailerCheck {
   }
 
   const Cache& cache_;
-  const HandOffHeader& first_;
-  const HandOffTrailer& last_;
+  const HandOffHeader& header_;
+  const HandOffTrailer& trailer_;
   std::vector<ArrivalForm> forms_;
   uint64_t trailer_pages_;
   absl::Status status_;

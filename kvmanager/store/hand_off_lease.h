@@ -2,9 +2,9 @@
 // of who sends it, and the lease of who receives it. On the store's thread, unless a method says otherwise. Leases may
 // end after the store: they then do nothing.
 //
-// What is said of it, without the bytes of its pages, comes in two parts: the first says what is known before the pages
-// are made, and what of them will travel encoded; the last says the rest. Pages are numbered from 0 in the header;
-// those of the last go on from there.
+// What is said of it, without the bytes of its pages, comes in two parts: the header says what is known before the
+// pages are made, and what of them will travel encoded; the trailer says the rest. Pages are numbered from 0 in the
+// header; those of the trailer go on from there.
 #pragma once
 
 #include <cstddef>
@@ -99,11 +99,11 @@ struct ExportedOpenPage {
 };
 
 /// A sequence that is being sent, perhaps while it grows. Its pages are pinned once they are full: it may be dropped or
-/// published meanwhile, but until Finish it cannot be cropped, nor grow beyond first().tokens.
+/// published meanwhile, but until Finish it cannot be cropped, nor grow beyond header().tokens.
 class ExportLease {
  public:
   virtual ~ExportLease() = default;
-  virtual const HandOffHeader& first() const = 0;
+  virtual const HandOffHeader& header() const = 0;
   /// Bytes of all pages in the forms in which the receiver keeps them, as far as the header knows.
   virtual uint64_t needed_bytes() const = 0;
   /// Not OK: pages could not be copied to the host (ExportWay::kByHost), and it will not get further. UNAVAILABLE (the
@@ -115,7 +115,7 @@ class ExportLease {
   virtual std::vector<ExportedPage> TakeReady(size_t pages_max) = 0;
   std::vector<ExportedPage> TakeReady() { return TakeReady(SIZE_MAX); }
   /// Calls `fn` on the store's thread, from within other calls of the store: now and whenever there is something to
-  /// take, last() appears, or status() changes. It may call this lease, but destroy none, and not call the store.
+  /// take, trailer() appears, or status() changes. It may call this lease, but destroy none, and not call the store.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
   /// The sequence is complete; copies its open pages. What takes long of it is done by LongCalls::ReleaseSome; the
   /// sequence can be appended to at once, and cropped once its open pages are copied and the names of its blocks read.
@@ -125,11 +125,11 @@ class ExportLease {
   virtual bool finished() const = 0;
   /// nullptr before Finish, and until the codec has encoded or declined every page of the header; on a GPU also
   /// until everything is written, and copied where it goes by way of the host.
-  virtual const HandOffTrailer* last() const = 0;
-  /// Of last()->pages.
-  virtual absl::Span<const ExportedPage> last_pages() const = 0;
+  virtual const HandOffTrailer* trailer() const = 0;
+  /// Of trailer()->pages.
+  virtual absl::Span<const ExportedPage> trailer_pages() const = 0;
   /// Of a cache on a GPU, after Finish: what is to be copied before last_pages' bytes are there, of
-  /// first().tokens % page_tokens tokens each.
+  /// header().tokens % page_tokens tokens each.
   virtual absl::Span<const ExportedOpenPage> open_pages() const = 0;
 };
 
@@ -213,12 +213,12 @@ class ImportLease {
   /// until it is false: then extended() is OK, or why not. Pages of the header may arrive meanwhile. Errors:
   /// INVALID_ARGUMENT (what contradicts itself or the header), RESOURCE_EXHAUSTED; either leaves everything as it was.
   /// Both also where a withdrawn page has come, or the room has gone, between two pieces: then it can only be given up.
-  virtual void BeginExtend(HandOffTrailer last) = 0;
+  virtual void BeginExtend(HandOffTrailer trailer) = 0;
   virtual bool ExtendNext() = 0;
   virtual absl::Status extended() const = 0;
   /// All of it at once.
-  absl::Status Extend(HandOffTrailer last) {
-    BeginExtend(std::move(last));
+  absl::Status Extend(HandOffTrailer trailer) {
+    BeginExtend(std::move(trailer));
     while (ExtendNext()) {
     }
     return extended();
@@ -278,20 +278,20 @@ class Imports {
   /// CacheDirectory::Open's. recompute: asked once per layer; nothing is recomputed on a GPU. Errors: INVALID_ARGUMENT
   /// (what contradicts itself or its cache), FAILED_PRECONDITION (codec version; `device` where indexes lie in slots),
   /// RESOURCE_EXHAUSTED.
-  virtual absl::StatusOr<std::unique_ptr<Importing>> Begin(std::shared_ptr<const HandOffHeader> first,
+  virtual absl::StatusOr<std::unique_ptr<Importing>> Begin(std::shared_ptr<const HandOffHeader> header,
                                                            std::shared_ptr<const Codec> codec,
                                                            OwnedRecomputeChoice recompute) = 0;
   /// All of it at once.
-  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first, std::shared_ptr<const Codec> codec,
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& header, std::shared_ptr<const Codec> codec,
                                                       RecomputeChoice recompute) {
-    auto begun = Begin(std::make_shared<const HandOffHeader>(first), std::move(codec), recompute);
+    auto begun = Begin(std::make_shared<const HandOffHeader>(header), std::move(codec), recompute);
     if (!begun.ok()) return begun.status();
     (*begun)->DoAll();
     if (!(*begun)->status().ok()) return (*begun)->status();
     return (*begun)->Commit();
   }
-  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first) {
-    return Import(first, nullptr, [](uint32_t, uint32_t, uint32_t) { return 0u; });
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& header) {
+    return Import(header, nullptr, [](uint32_t, uint32_t, uint32_t) { return 0u; });
   }
   /// Calls `fn` once, when host memory is next given back or can be evicted: what was refused may fit then. It is
   /// called from within other calls, and must only pass a message on. A later call replaces it.

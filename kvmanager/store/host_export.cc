@@ -15,15 +15,15 @@ class HostExportLease final : public ExportLease {
   explicit HostExportLease(std::shared_ptr<HostExport> copies) : copies_(std::move(copies)) {}
   ~HostExportLease() override { copies_->Close(); }
 
-  const HandOffHeader& first() const override { return copies_->sent().first(); }
+  const HandOffHeader& header() const override { return copies_->sent().header(); }
   uint64_t needed_bytes() const override { return copies_->sent().needed_bytes(); }
   absl::Status status() const override { return copies_->status(); }
   std::vector<ExportedPage> TakeReady(size_t pages_max) override { return copies_->TakeReady(pages_max); }
   void OnReady(absl::AnyInvocable<void()> fn) override { copies_->OnReady(std::move(fn)); }
   absl::Status Finish() override { return copies_->sent().Finish(); }
   bool finished() const override { return copies_->sent().finished(); }
-  const HandOffTrailer* last() const override { return copies_->last(); }
-  absl::Span<const ExportedPage> last_pages() const override { return copies_->last_pages(); }
+  const HandOffTrailer* trailer() const override { return copies_->trailer(); }
+  absl::Span<const ExportedPage> trailer_pages() const override { return copies_->trailer_pages(); }
   absl::Span<const ExportedOpenPage> open_pages() const override { return {}; }
 
  private:
@@ -132,12 +132,12 @@ void HostExport::Fail(absl::Status why) {
 
 void HostExport::OnReady(absl::AnyInvocable<void()> fn) {
   fn_ = std::move(fn);
-  told_last_ = false;
+  told_trailer_ = false;
   Tell();
 }
 
 void HostExport::Tell() {
-  const bool news = !ready_.empty() || !status_.ok() || (settled() && !std::exchange(told_last_, true));
+  const bool news = !ready_.empty() || !status_.ok() || (settled() && !std::exchange(told_trailer_, true));
   if (fn_ != nullptr && news) fn_();
 }
 
@@ -174,12 +174,12 @@ bool HostExport::CopySome() {
   Copies copies;
   const std::vector<ExportedPage> ready = sent_->TakeReady(SequenceExports::kPagesAtOnce);
   for (const ExportedPage& page : ready) {
-    const HandOffPage& of = first().pages[page.page];
+    const HandOffPage& of = header().pages[page.page];
     Add(page.page, of, page, to_->keeps_raw(of.block, of.layer), &copies);
   }
   bool more = ready.size() == SequenceExports::kPagesAtOnce;
-  if (!more && sent_->last() != nullptr && !took_last()) {
-    const absl::StatusOr<bool> last = TakeLast(&copies);
+  if (!more && sent_->trailer() != nullptr && !took_trailer()) {
+    const absl::StatusOr<bool> last = TakeTrailer(&copies);
     if (!last.ok()) Fail(last.status());
     more = last.ok() && *last;
   }
@@ -188,27 +188,27 @@ bool HostExport::CopySome() {
 }
 
 // What the codec declined needs slots of another size.
-absl::StatusOr<bool> HostExport::TakeLast(Copies* copies) {
-  const HandOffTrailer& last = *sent_->last();
-  if (withdrawn_taken_ < last.withdrawn.size()) {
-    const size_t end = std::min(last.withdrawn.size(), withdrawn_taken_ + slots_at_once());
+absl::StatusOr<bool> HostExport::TakeTrailer(Copies* copies) {
+  const HandOffTrailer& trailer = *sent_->trailer();
+  if (withdrawn_taken_ < trailer.withdrawn.size()) {
+    const size_t end = std::min(trailer.withdrawn.size(), withdrawn_taken_ + slots_at_once());
     Reservation slots(to_->tier->pool());
     KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, {.raw = end - withdrawn_taken_}, &slots));
     for (; withdrawn_taken_ < end; ++withdrawn_taken_) {
-      const HandOffPage& page = first().pages[last.withdrawn[withdrawn_taken_]];
+      const HandOffPage& page = header().pages[trailer.withdrawn[withdrawn_taken_]];
       const PageRef ref{blocks_[page.block], page.layer};
       parts().blocks->Apply(ref, PageEvent::kFree, {});
       parts().blocks->Apply(ref, PageEvent::kReserve, {slots.TakeRaw(), PageId()});
     }
-    if (withdrawn_taken_ < last.withdrawn.size()) return true;
+    if (withdrawn_taken_ < trailer.withdrawn.size()) return true;
   }
-  if (last_pages_.capacity() == 0) last_pages_.reserve(last.pages.size());
-  for (size_t left = SequenceExports::kPagesAtOnce; last_pages_.size() < last.pages.size(); --left) {
+  if (trailer_pages_.capacity() == 0) trailer_pages_.reserve(trailer.pages.size());
+  for (size_t left = SequenceExports::kPagesAtOnce; trailer_pages_.size() < trailer.pages.size(); --left) {
     if (left == 0) return true;
-    const size_t i = last_pages_.size();
-    const ExportedPage& from = sent_->last_pages()[i];
-    last_pages_.push_back({from.page, {}, 0});
-    Add(from.page, last.pages[i], from, /*raw=*/true, copies);
+    const size_t i = trailer_pages_.size();
+    const ExportedPage& from = sent_->trailer_pages()[i];
+    trailer_pages_.push_back({from.page, {}, 0});
+    Add(from.page, trailer.pages[i], from, /*raw=*/true, copies);
   }
   return false;
 }
@@ -244,10 +244,10 @@ void HostExport::Land(absl::Span<const uint32_t> numbers, absl::Span<const Movin
       parts().blocks->Apply(moved.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moved.raw, moved.checksum});
     }
     const ExportedPage there{numbers[i], {moved.target, moved.bytes}, moved.checksum};
-    if (numbers[i] < first().size()) {
+    if (numbers[i] < header().size()) {
       ready_.push_back(there);
     } else {
-      last_pages_[numbers[i] - first().size()] = there;
+      trailer_pages_[numbers[i] - header().size()] = there;
     }
   }
 }

@@ -46,8 +46,8 @@ class HostExport final : public std::enable_shared_from_this<HostExport>, privat
   ExportLease& sent() const { return *sent_; }
   const absl::Status& status() const { return status_; }
   std::vector<ExportedPage> TakeReady(size_t pages_max);
-  const HandOffTrailer* last() const { return settled() ? sent_->last() : nullptr; }
-  absl::Span<const ExportedPage> last_pages() const { return last_pages_; }
+  const HandOffTrailer* trailer() const { return settled() ? sent_->trailer() : nullptr; }
+  absl::Span<const ExportedPage> trailer_pages() const { return trailer_pages_; }
   void OnReady(absl::AnyInvocable<void()> fn);
 
  private:
@@ -65,22 +65,24 @@ class HostExport final : public std::enable_shared_from_this<HostExport>, privat
   void Go();
 
   const SequenceExports::Parts& parts() const { return exports_->parts(); }
-  const HandOffHeader& first() const { return sent_->first(); }
+  const HandOffHeader& header() const { return sent_->header(); }
   // Slots may have to be zeroed.
   size_t slots_at_once() const {
     return std::clamp<size_t>(SequenceExports::kBytesAtOnce / to_->raw_slot_bytes, 1, SequenceExports::kPagesAtOnce);
   }
-  uint32_t full_blocks() const { return static_cast<uint32_t>(first().blocks.size()); }
-  int open_tokens() const { return static_cast<int>(first().tokens % to_->page_tokens()); }
+  uint32_t full_blocks() const { return static_cast<uint32_t>(header().blocks.size()); }
+  int open_tokens() const { return static_cast<int>(header().tokens % to_->page_tokens()); }
   bool goes_encoded(uint32_t block, uint32_t layer) const {
     return block < full_blocks() && sent_->has(block, layer) && !to_->keeps_raw(block, layer);
   }
-  bool took_last() const { return sent_->last() != nullptr && last_pages_.size() == sent_->last()->pages.size(); }
-  bool settled() const { return took_last() && on_their_way_ == 0 && status_.ok(); }
+  bool took_trailer() const {
+    return sent_->trailer() != nullptr && trailer_pages_.size() == sent_->trailer()->pages.size();
+  }
+  bool settled() const { return took_trailer() && on_their_way_ == 0 && status_.ok(); }
   void Fail(absl::Status why);
   SlotCounts CountAll() const;
   // Some of the trailer's. False: that was all.
-  absl::StatusOr<bool> TakeLast(Copies* copies);
+  absl::StatusOr<bool> TakeTrailer(Copies* copies);
   void Add(uint32_t number, const HandOffPage& page, const ExportedPage& from, bool raw, Copies* copies);
   void Move(Copies copies);
   void Land(absl::Span<const uint32_t> numbers, absl::Span<const MovingPage> pages);
@@ -92,11 +94,11 @@ class HostExport final : public std::enable_shared_from_this<HostExport>, privat
   bool has_room_ = false;
   std::vector<Block*> blocks_;  // of the copies, each with this as its holder
   std::deque<ExportedPage> ready_;
-  std::vector<ExportedPage> last_pages_;
+  std::vector<ExportedPage> trailer_pages_;
   size_t withdrawn_taken_ = 0;
   size_t on_their_way_ = 0;  // moves
   bool later_ = false;       // in the list of SequenceExports
-  bool told_last_ = false;
+  bool told_trailer_ = false;
   const std::shared_ptr<bool> closed_ = std::make_shared<bool>(false);  // shared with moves on their way
   absl::Status status_;
   absl::AnyInvocable<void()> fn_;

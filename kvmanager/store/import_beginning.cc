@@ -19,7 +19,7 @@ LongCall::Next ImportBeginning::DoPiece() {
   if (!status_.ok()) return Next::kDone;
   switch (stage_) {
     case Stage::kHeader:
-      if (!looked_ && first().size() + first().blocks.size() > kCountedOfPiece) {
+      if (!looked_ && header().size() + header().blocks.size() > kCountedOfPiece) {
         looked_ = true;
         return Next::kCompare;
       }
@@ -63,8 +63,8 @@ std::unique_ptr<ImportLease> ImportBeginning::Commit() {
 void ImportBeginning::TakeHeader() {
   in_->forms = check_.TakeForms();
   in_->trailer_pages = check_.trailer_pages();
-  std::fill(in_->hidden->tokens.begin(), in_->hidden->tokens.end(), first().tokens);
-  in_->hidden->aged = first().aged;
+  std::fill(in_->hidden->tokens.begin(), in_->hidden->tokens.end(), header().tokens);
+  in_->hidden->aged = header().aged;
   found_.assign(full_blocks(), nullptr);
   GoTo(Stage::kFind);
 }
@@ -76,7 +76,7 @@ LongCall::Next ImportBeginning::FindSome() {
   piece_begin_ = at_;
   const size_t to = std::min<size_t>(full_blocks(), at_ + kCountedOfPiece);
   for (size_t pages = 0; at_ < to && pages < kPagesOfPiece; ++at_) {
-    const HandOffBlock& named = first().blocks[at_];
+    const HandOffBlock& named = header().blocks[at_];
     if (!named.named) continue;
     pages += cache().layers();
     MissReason reason;
@@ -146,7 +146,7 @@ void ImportBeginning::LeaveFound() {
 
 void ImportBeginning::CountPagesSome() {
   const bool whole = stage_ == Stage::kCountWhole;
-  const std::vector<HandOffPage>& pages = whole ? first().pages : first().activations;
+  const std::vector<HandOffPage>& pages = whole ? header().pages : header().activations;
   std::vector<uint32_t>& counts = whole ? pages_of_layer_ : recomputed_of_layer_;
   for (const size_t to = std::min(pages.size(), at_ + kCountedOfPiece); at_ < to; ++at_) {
     counts[pages[at_].layer] += found_[pages[at_].block] == nullptr;
@@ -161,7 +161,7 @@ void ImportBeginning::CountPagesSome() {
 }
 
 void ImportBeginning::ChooseSome() {
-  const std::vector<HandOffPage>& pages = first().activations;
+  const std::vector<HandOffPage>& pages = header().activations;
   for (const size_t to = std::min(pages.size(), at_ + kCountedOfPiece); at_ < to; ++at_) {
     const HandOffPage& page = pages[at_];
     if (found_[page.block] != nullptr || recomputed_of_layer_[page.layer] == 0) continue;
@@ -251,8 +251,8 @@ void ImportBeginning::TakeSlotsSome() {
     ++at_;
   }
   if (at_ < blocks) return;
-  in_->awaited.reserve(first().size());
-  in_->targets.reserve(first().size());
+  in_->awaited.reserve(header().size());
+  in_->targets.reserve(header().size());
   GoTo(Stage::kTargets);
 }
 
@@ -284,9 +284,9 @@ void ImportBeginning::AddBegun() {
 // ---- where pages go ----
 
 void ImportBeginning::FindTargetsSome() {
-  for (const size_t to = std::min(first().size(), at_ + kPagesOfPiece * 8); at_ < to; ++at_) {
+  for (const size_t to = std::min(header().size(), at_ + kPagesOfPiece * 8); at_ < to; ++at_) {
     const auto number = static_cast<uint32_t>(at_);
-    const HandOffPage& page = first().page(number);
+    const HandOffPage& page = header().page(number);
     const Block* const block = in_->new_blocks[page.block].block;
     const ArrivalForm form = in_->form(page.block, page.layer);
     const bool recomputed = form == ArrivalForm::kRecomputed;
@@ -302,7 +302,7 @@ void ImportBeginning::FindTargetsSome() {
     const PageId slot = form == ArrivalForm::kKeptRaw ? into.raw : into.encoded;
     in_->targets.back() = absl::Span<uint8_t>(PageData(cache(), slot), page.bytes);
   }
-  if (at_ == first().size()) GoTo(Stage::kDone);
+  if (at_ == header().size()) GoTo(Stage::kDone);
 }
 
 }  // namespace kvmanager

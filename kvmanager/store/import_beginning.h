@@ -17,11 +17,11 @@ namespace kvmanager {
 
 class ImportBeginning final : public Importing {
  public:
-  ImportBeginning(const ImportParts& parts, std::shared_ptr<Cache> cache, std::shared_ptr<const HandOffHeader> first,
+  ImportBeginning(const ImportParts& parts, std::shared_ptr<Cache> cache, std::shared_ptr<const HandOffHeader> header,
                   OwnedRecomputeChoice recompute)
-      : in_(std::make_unique<ImportedSequence>(parts, std::move(cache), std::move(first))),
+      : in_(std::make_unique<ImportedSequence>(parts, std::move(cache), std::move(header))),
         recompute_(std::move(recompute)),
-        check_(*in_->cache, *in_->first),
+        check_(*in_->cache, *in_->header),
         comparison_(parts.blocks) {}
   ~ImportBeginning() override;
 
@@ -51,9 +51,9 @@ class ImportBeginning final : public Importing {
     stage_ = stage;
     at_ = 0;
   }
-  bool keeps_activations() const { return cache().keeps_activations() && !first().activations.empty(); }
+  bool keeps_activations() const { return cache().keeps_activations() && !header().activations.empty(); }
   Cache& cache() const { return *in_->cache; }
-  const HandOffHeader& first() const { return *in_->first; }
+  const HandOffHeader& header() const { return *in_->header; }
   uint32_t full_blocks() const { return in_->full_blocks(); }
 
   void TakeHeader();

@@ -20,15 +20,15 @@ ImportLeaseImpl::~ImportLeaseImpl() { Break(absl::CancelledError("it was given u
 
 // ---- the trailer ----
 
-void ImportLeaseImpl::BeginExtend(HandOffTrailer last) {
+void ImportLeaseImpl::BeginExtend(HandOffTrailer trailer) {
   extending_ = absl::OkStatus();
   if (parts_.alive.expired()) {
     extending_ = absl::UnavailableError("the store has closed");
   } else if (extended_ || stage_ != Stage::kDone) {
     extending_ = absl::FailedPreconditionError("the trailer of this hand-off came before");
   } else {
-    last_ = std::move(last);
-    check_.emplace(cache_, first(), in_->forms, in_->trailer_pages, last_);
+    trailer_ = std::move(trailer);
+    check_.emplace(cache_, header(), in_->forms, in_->trailer_pages, trailer_);
     raw_wanted_ = 0;
     GoTo(Stage::kCheck);
   }
@@ -66,15 +66,15 @@ bool ImportLeaseImpl::ExtendNext() {
 }
 
 void ImportLeaseImpl::CountWithdrawn() {
-  for (const size_t to = std::min(last_.withdrawn.size(), at_ + kPagesAtOnce); at_ < to; ++at_) {
-    const uint32_t number = last_.withdrawn[at_];
+  for (const size_t to = std::min(trailer_.withdrawn.size(), at_ + kPagesAtOnce); at_ < to; ++at_) {
+    const uint32_t number = trailer_.withdrawn[at_];
     if (!in_->targets[number].empty() && !in_->awaited[number]) {
       extending_ = InvalidField(absl::StrCat("withdrawn[", at_, "]"), number, "one that never came");
       return;
     }
     raw_wanted_ += NeedsRawSlot(number);
   }
-  if (at_ == last_.withdrawn.size()) GoTo(Stage::kRoom);
+  if (at_ == trailer_.withdrawn.size()) GoTo(Stage::kRoom);
 }
 
 void ImportLeaseImpl::MakeRoom() {
@@ -92,13 +92,13 @@ void ImportLeaseImpl::MakeRoom() {
 
 void ImportLeaseImpl::WithdrawSome() {
   const size_t at_once = std::clamp<size_t>(kBytesAtOnce / cache_.raw_slot_bytes, 1, kBlocksAtOnce);
-  const size_t to = std::min(last_.withdrawn.size(), at_ + at_once);
+  const size_t to = std::min(trailer_.withdrawn.size(), at_ + at_once);
   SlotCounts wanted;
-  for (size_t i = at_; i < to; ++i) wanted.raw += NeedsRawSlot(last_.withdrawn[i]);
+  for (size_t i = at_; i < to; ++i) wanted.raw += NeedsRawSlot(trailer_.withdrawn[i]);
   Reservation slots(cache_.tier->pool());
   extending_ = cache_.tier->Reserve(cache_, wanted, &slots);
   for (; extending_.ok() && at_ < to; ++at_) {
-    const uint32_t number = last_.withdrawn[at_];
+    const uint32_t number = trailer_.withdrawn[at_];
     if (!in_->awaited[number]) {
       if (!in_->targets[number].empty()) {
         extending_ = InvalidField(absl::StrCat("withdrawn[", at_, "]"), number, "one that never came");
@@ -109,18 +109,18 @@ void ImportLeaseImpl::WithdrawSome() {
     in_->awaited[number] = false;
     --in_->awaited_first;
     if (!needs_slot) continue;
-    const PageRef ref{in_->new_blocks[first().pages[number].block].block, first().pages[number].layer};
+    const PageRef ref{in_->new_blocks[header().pages[number].block].block, header().pages[number].layer};
     parts_.blocks->Apply(ref, PageEvent::kReserveRaw, {slots.TakeRaw(), ref.page().encoded});
   }
-  if (!extending_.ok() || at_ < last_.withdrawn.size()) return;
-  last_targets_.reserve(last_.pages.size());
-  in_->awaited.reserve(first().size() + last_.pages.size());
+  if (!extending_.ok() || at_ < trailer_.withdrawn.size()) return;
+  last_targets_.reserve(trailer_.pages.size());
+  in_->awaited.reserve(header().size() + trailer_.pages.size());
   GoTo(Stage::kTargets);
 }
 
 void ImportLeaseImpl::FindTargetsSome() {
-  for (const size_t to = std::min(last_.pages.size(), at_ + kPagesAtOnce); at_ < to; ++at_) {
-    const HandOffPage& page = last_.pages[at_];
+  for (const size_t to = std::min(trailer_.pages.size(), at_ + kPagesAtOnce); at_ < to; ++at_) {
+    const HandOffPage& page = trailer_.pages[at_];
     const Block* const block = in_->new_blocks[page.block].block;
     // What is recomputed was withdrawn by its sender: its codec declined it. Here the codec is asked again.
     const bool wanted = block != nullptr && in_->form(page.block, page.layer) != ArrivalForm::kRecomputed;
@@ -128,14 +128,14 @@ void ImportLeaseImpl::FindTargetsSome() {
     awaited_last_ += wanted;
     last_targets_.emplace_back();
     if (!wanted) {
-      in_->unwanted.push_back(static_cast<uint32_t>(first().size() + at_));
+      in_->unwanted.push_back(static_cast<uint32_t>(header().size() + at_));
       continue;
     }
     const Page& into = block->pages[page.layer];
     last_targets_.back() =
         absl::Span<uint8_t>(PageData(cache_, into.raw.valid() ? into.raw : into.encoded), page.bytes);
   }
-  if (at_ < last_.pages.size()) return;
+  if (at_ < trailer_.pages.size()) return;
   extended_ = true;
   GoTo(Stage::kDone);
 }
@@ -155,11 +155,11 @@ absl::StatusOr<uint64_t> ImportLeaseImpl::Look(uint32_t number, absl::Span<const
     const size_t count = bytes.size() / DTypeBytes(cache_.layout().dtype);
     const size_t at = FindNonFinite(cache_.layout().dtype, bytes.data(), count);
     if (at == count) return Checksum(bytes.data(), bytes.size());
-    return InvalidField(absl::StrCat("activations[", number - first().pages.size(), "][token ",
+    return InvalidField(absl::StrCat("activations[", number - header().pages.size(), "][token ",
                                      at / cache_.config.hidden, "][value ", at % cache_.config.hidden, "]"),
                         "NaN or Inf", "finite");
   }
-  const bool is_raw = number >= first().pages.size() || cache_.keeps_raw(page.block, page.layer);
+  const bool is_raw = number >= header().pages.size() || cache_.keeps_raw(page.block, page.layer);
   return CheckPageBytes(cache_, page.layer, is_raw, bytes, absl::StrCat("pages[", number, "]"));
 }
 
@@ -187,7 +187,7 @@ absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
       break;
     }
     in_->awaited[arrived.page] = false;
-    --(arrived.page < first().size() ? in_->awaited_first : awaited_last_);
+    --(arrived.page < header().size() ? in_->awaited_first : awaited_last_);
     const HandOffPage& received = page_of(arrived.page);
     const PageRef ref{in_->new_blocks[received.block].block, received.layer};
     const Page& page = ref.page();
@@ -250,7 +250,7 @@ absl::StatusOr<SequenceId> ImportLeaseImpl::Show() {
   in_->hidden->hit_blocks = static_cast<int>(in_->full_blocks());
   in_->hidden->arriving = true;
   parts_.sequences->Unhide(in_->hidden.get());
-  parts_.indexes->Make(*in_->hidden, last_.index, first().tokens);
+  parts_.indexes->Make(*in_->hidden, trailer_.index, header().tokens);
   parts_.indexes->AdvanceAll(*in_->hidden);
   sequence_ = parts_.sequences->Show(std::move(in_->hidden));
   return sequence_;
@@ -274,7 +274,7 @@ bool ImportLeaseImpl::CommitNext() {
   }
   Sequence& sequence = **found;
   for (const size_t to = std::min<size_t>(in_->full_blocks(), named_ + kBlocksAtOnce); named_ < to; ++named_) {
-    const HandOffBlock& named = first().blocks[named_].named ? first().blocks[named_] : last_.blocks[named_];
+    const HandOffBlock& named = header().blocks[named_].named ? header().blocks[named_] : trailer_.blocks[named_];
     Block* const block = sequence.blocks[named_];
     // A key that somebody else published meanwhile stays theirs; the next publish shares it.
     if (!named.named || block->published || cache_.table.FindKey(named.name.key) != nullptr) continue;

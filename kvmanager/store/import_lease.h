@@ -26,7 +26,7 @@ class ImportLeaseImpl final : public ImportLease {
     return last_targets_[page - in_->targets.size()];
   }
   absl::Span<const uint32_t> unwanted() const override { return in_->unwanted; }
-  void BeginExtend(HandOffTrailer last) override;
+  void BeginExtend(HandOffTrailer trailer) override;
   bool ExtendNext() override;
   absl::Status extended() const override { return extending_; }
   absl::StatusOr<uint64_t> Validate(uint32_t page) const override;
@@ -57,13 +57,13 @@ class ImportLeaseImpl final : public ImportLease {
 
   absl::StatusOr<uint64_t> Look(uint32_t number, absl::Span<const uint8_t> bytes) const;
   bool first_awaited() const { return in_->awaited_first > 0 || recomputing_.size() > 0; }
-  const HandOffHeader& first() const { return *in_->first; }
+  const HandOffHeader& header() const { return *in_->header; }
   const HandOffPage& page_of(uint32_t number) const {
-    return number < first().size() ? first().page(number) : last_.pages[number - first().size()];
+    return number < header().size() ? header().page(number) : trailer_.pages[number - header().size()];
   }
   /// A page that the codec keeps raw has its raw slot: senders of earlier builds withdraw pages of raw layers.
   bool NeedsRawSlot(uint32_t number) const {
-    const HandOffPage& page = first().pages[number];
+    const HandOffPage& page = header().pages[number];
     return in_->awaited[number] && in_->form(page.block, page.layer) != ArrivalForm::kKeptRaw;
   }
   // A full page of K and V is in its slot; it is to be encoded unless it came so or stays raw.
@@ -74,7 +74,7 @@ class ImportLeaseImpl final : public ImportLease {
   const ImportParts& parts_;
   Cache& cache_;
   SequenceId sequence_ = 0;  // after Show; it may have been dropped since
-  HandOffTrailer last_;
+  HandOffTrailer trailer_;
   std::vector<absl::Span<uint8_t>> last_targets_;  // unchanged once the trailer is taken
   uint64_t awaited_last_ = 0;
   std::vector<RecomputePage> recomputable_;    // not taken yet

@@ -40,7 +40,7 @@ class ImportPiecesTest : public PageStoreTest {
     test().executor.FinishAll();
     while (store().long_calls().ReleaseSome()) {
     }
-    ASSERT_NE(lease_->last(), nullptr);
+    ASSERT_NE(lease_->trailer(), nullptr);
     pages_ = TakeAll(*lease_);
   }
   // The receiver has the first `blocks` of them.
@@ -72,7 +72,7 @@ class ImportPiecesTest : public PageStoreTest {
     Leave(sequence->sequence);
   }
   std::unique_ptr<Importing> Begin() {
-    auto begun = peer_.store->imports().Begin(std::make_shared<const HandOffHeader>(lease_->first()), nullptr,
+    auto begun = peer_.store->imports().Begin(std::make_shared<const HandOffHeader>(lease_->header()), nullptr,
                                               [](uint32_t, uint32_t, uint32_t) { return 0u; });
     EXPECT_TRUE(begun.ok()) << begun.status();
     return *std::move(begun);
@@ -119,8 +119,8 @@ TEST_F(ImportPiecesTest, AreTheSameAsAtOnce) {
   for (const std::string codec : {"raw", "fake", "declining"}) {
     SCOPED_TRACE(codec);
     Offer(codec, /*encodes_late=*/codec == "declining");
-    EXPECT_EQ(lease_->last()->withdrawn.empty(), codec != "declining");
-    const size_t in_first = lease_->first().size();
+    EXPECT_EQ(lease_->trailer()->withdrawn.empty(), codec != "declining");
+    const size_t in_first = lease_->header().size();
     auto importing = Begin();
     EXPECT_GT(Run(*importing).pieces, 5);
     ASSERT_TRUE(importing->status().ok()) << importing->status();
@@ -128,7 +128,7 @@ TEST_F(ImportPiecesTest, AreTheSameAsAtOnce) {
     importing.reset();
     Unwanted(*import, in_first);
     // The trailer, while pages of the header come.
-    import->BeginExtend(*lease_->last());
+    import->BeginExtend(*lease_->trailer());
     size_t pieces = 0, came = 0;
     for (; import->ExtendNext(); ++pieces) {
       peer_.store->report().CheckInvariants();
@@ -158,7 +158,7 @@ TEST_F(ImportPiecesTest, AreTheSameAsAtOnce) {
     EXPECT_EQ(peer_.store->Describe(*shown)->tokens, uint64_t{kTokens});
     EXPECT_EQ(peer_.store->caches().Match(cache, names_)->hit_blocks, kBlocks);
     // What is there is wanted no more.
-    auto again = peer_.store->imports().Import(lease_->first());
+    auto again = peer_.store->imports().Import(lease_->header());
     ASSERT_TRUE(again.ok()) << again.status();
     const std::vector<bool> unwanted = Unwanted(**again, in_first);
     EXPECT_EQ(std::count(unwanted.begin(), unwanted.end(), true), static_cast<std::ptrdiff_t>(in_first));
@@ -184,8 +184,8 @@ TEST_F(ImportPiecesTest, WhatIsHereIsComparedAway) {
   ASSERT_TRUE(importing->status().ok()) << importing->status();
   auto import = importing->Commit();
   EXPECT_EQ(peer_.store_metrics.checksum_failures.Value(), 3);
-  for (size_t i = 0; i < lease_->first().size(); ++i) {
-    const uint32_t block = lease_->first().page(i).block;
+  for (size_t i = 0; i < lease_->header().size(); ++i) {
+    const uint32_t block = lease_->header().page(i).block;
     const bool here = block < kBlocks - 1 && block != 100 && block != 101 && block != kBlocks - 2;
     EXPECT_EQ(import->target(i).empty(), here) << block;
   }
@@ -210,7 +210,7 @@ TEST_F(ImportPiecesTest, OneThatIsGivenUpLeavesNothing) {
     Run(*importing, pieces == 0 ? INT32_MAX : pieces);
     if (pieces == 0) {
       auto import = importing->Commit();
-      Arrive(*import, 0, lease_->first().size() / 2);
+      Arrive(*import, 0, lease_->header().size() / 2);
       import.reset();
       peer_.executor.FinishAll();
       LeaveRest();
@@ -262,8 +262,8 @@ TEST_F(ImportPiecesTest, WhereThereIsNoRoomNothingIsTaken) {
 
 TEST_F(ImportPiecesTest, OneThatIsDroppedWhileItIsCommittedEnds) {
   Offer("fake");
-  auto import = *peer_.store->imports().Import(lease_->first());
-  ASSERT_TRUE(import->Extend(*lease_->last()).ok());
+  auto import = *peer_.store->imports().Import(lease_->header());
+  ASSERT_TRUE(import->Extend(*lease_->trailer()).ok());
   Arrive(*import, 0, pages_.size());
   const auto shown = import->Show();
   ASSERT_TRUE(shown.ok());
@@ -280,10 +280,10 @@ TEST_F(ImportPiecesTest, OneThatIsDroppedWhileItIsCommittedEnds) {
 
 TEST_F(ImportPiecesTest, AWithdrawnPageThatComesMeanwhileIsALie) {
   Offer("declining", /*encodes_late=*/true);
-  ASSERT_FALSE(lease_->last()->withdrawn.empty());
-  auto import = *peer_.store->imports().Import(lease_->first());
-  const uint32_t last = lease_->last()->withdrawn.back();
-  import->BeginExtend(*lease_->last());
+  ASSERT_FALSE(lease_->trailer()->withdrawn.empty());
+  auto import = *peer_.store->imports().Import(lease_->header());
+  const uint32_t last = lease_->trailer()->withdrawn.back();
+  import->BeginExtend(*lease_->trailer());
   bool lied = false;
   while (import->ExtendNext()) {
     if (std::exchange(lied, true)) continue;

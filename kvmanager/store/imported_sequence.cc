@@ -7,7 +7,7 @@ namespace kvmanager {
 
 ImportedSequence::ImportedSequence(const ImportParts& parts, std::shared_ptr<Cache> of,
                                    std::shared_ptr<const HandOffHeader> header)
-    : parts(parts), cache(std::move(of)), first(std::move(header)), hidden(SequenceTable::New(cache)) {
+    : parts(parts), cache(std::move(of)), header(std::move(header)), hidden(SequenceTable::New(cache)) {
   shows_whole = cache->codec->NewIndex({}) != nullptr;
   ++cache->leases;
   parts.metrics->import_leases.Increment();

@@ -38,22 +38,22 @@ struct ImportedSequence {
     bool held = false;
   };
 
-  ImportedSequence(const ImportParts& parts, std::shared_ptr<Cache> cache, std::shared_ptr<const HandOffHeader> first);
+  ImportedSequence(const ImportParts& parts, std::shared_ptr<Cache> cache, std::shared_ptr<const HandOffHeader> header);
   ~ImportedSequence();
   ImportedSequence(const ImportedSequence&) = delete;
   ImportedSequence& operator=(const ImportedSequence&) = delete;
 
-  uint32_t full_blocks() const { return static_cast<uint32_t>(first->blocks.size()); }
-  uint32_t pages_per_layer() const { return full_blocks() + (first->tokens % cache->page_tokens() != 0); }
+  uint32_t full_blocks() const { return static_cast<uint32_t>(header->blocks.size()); }
+  uint32_t pages_per_layer() const { return full_blocks() + (header->tokens % cache->page_tokens() != 0); }
   ArrivalForm& form(uint32_t block, uint32_t layer) { return forms[size_t{layer} * pages_per_layer() + block]; }
-  bool is_activations(uint32_t number) const { return number >= first->pages.size() && number < first->size(); }
+  bool is_activations(uint32_t number) const { return number >= header->pages.size() && number < header->size(); }
   /// All pages of a block are here, or will not come.
   void LetGo(NewBlock& block);
 
   const ImportParts parts;
   const std::shared_ptr<Cache> cache;  // shared: see Block
   /// Shared with what looks at it on workers.
-  const std::shared_ptr<const HandOffHeader> first;
+  const std::shared_ptr<const HandOffHeader> header;
   std::vector<ArrivalForm> forms;    // [layers][pages_per_layer()]
   uint64_t trailer_pages = 0;        // of them, kRaw
   std::unique_ptr<Sequence> hidden;  // nullptr once it is visible

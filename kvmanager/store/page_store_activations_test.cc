@@ -51,7 +51,7 @@ class ActivationsTest : public PageStoreTest {
   std::vector<std::pair<uint32_t, uint32_t>> Offered(SequenceId sequence) {
     std::vector<std::pair<uint32_t, uint32_t>> offered;
     const auto lease = Export(sequence);
-    for (const HandOffPage& page : lease->first().activations) offered.emplace_back(page.block, page.layer);
+    for (const HandOffPage& page : lease->header().activations) offered.emplace_back(page.block, page.layer);
     return offered;
   }
   uint64_t ActivationBytes(CacheId cache) { return store().caches().Describe(cache)->activation_bytes; }
@@ -167,7 +167,7 @@ TEST_F(ActivationsTest, AReceiverRecomputesWhatItChooses) {
       const SequenceId a = Filled(cache, text, 6 * kPage + 3);
       ASSERT_TRUE(store().Publish(a, Names(cache, text, 6)).ok());
       auto lease = Export(a);
-      const HandOffHeader& first = lease->first();
+      const HandOffHeader& first = lease->header();
       // Aged pages alone: those inside the lag travel raw.
       EXPECT_EQ(first.activations.size(), first.pages.size());
       const std::vector<SentPage> pages = TakeAll(*lease);
@@ -186,7 +186,7 @@ TEST_F(ActivationsTest, AReceiverRecomputesWhatItChooses) {
         EXPECT_EQ((*import)->target(i).empty(), recomputed);
         EXPECT_EQ((*import)->target(first.pages.size() + i).empty(), !recomputed);
       }
-      const auto b = Receive(**import, *lease->last(), pages, &config, &text);
+      const auto b = Receive(**import, *lease->trailer(), pages, &config, &text);
       ASSERT_TRUE(b.ok()) << b.status();
       import->reset();
       peer_.store->report().CheckInvariants();
@@ -232,9 +232,9 @@ TEST_F(ActivationsTest, ReadersWaitForWhatIsRecomputed) {
   const SequenceId a = Filled(cache, text, 4 * kPage + 3);
   const auto lease = Export(a);
   const std::vector<SentPage> pages = TakeAll(*lease);
-  auto import = peer_.store->imports().Import(lease->first(), nullptr, All);
+  auto import = peer_.store->imports().Import(lease->header(), nullptr, All);
   ASSERT_TRUE(import.ok());
-  ASSERT_TRUE((*import)->Extend(*lease->last()).ok());
+  ASSERT_TRUE((*import)->Extend(*lease->trailer()).ok());
   for (const SentPage& page : pages) {
     if (page.activations) continue;
     ASSERT_TRUE(Deliver(**import, page.bytes).ok());
@@ -276,9 +276,9 @@ TEST_F(ActivationsTest, BreakingOffLeavesNothing) {
   const std::vector<SentPage> pages = TakeAll(*lease);
   for (size_t delivered = 0; delivered <= pages.size(); ++delivered) {
     for (const bool shown : {false, true}) {
-      auto import = peer_.store->imports().Import(lease->first(), nullptr, All);
+      auto import = peer_.store->imports().Import(lease->header(), nullptr, All);
       ASSERT_TRUE(import.ok()) << import.status();
-      ASSERT_TRUE((*import)->Extend(*lease->last()).ok());
+      ASSERT_TRUE((*import)->Extend(*lease->trailer()).ok());
       for (size_t i = 0; i < delivered; ++i) {
         ASSERT_TRUE(Deliver(**import, pages[pages.size() - 1 - i].bytes).ok());
       }
@@ -306,9 +306,9 @@ TEST_F(ActivationsTest, HostileOffersAndBytesAreRefused) {
   const Text text = MakeText(8 * kPage);
   const SequenceId a = Filled(cache, text, 3 * kPage + 1);
   const auto lease = Export(a);
-  ASSERT_EQ(lease->first().activations.size(), 6u);
+  ASSERT_EQ(lease->header().activations.size(), 6u);
   const auto refused = [&](auto change) {
-    HandOffHeader first = lease->first();
+    HandOffHeader first = lease->header();
     change(first);
     const auto import = peer_.store->imports().Import(first, nullptr, All);
     EXPECT_EQ(import.status().code(), kBad) << import.status();
@@ -325,7 +325,7 @@ TEST_F(ActivationsTest, HostileOffersAndBytesAreRefused) {
   refused([](HandOffHeader& f) { f.config.hidden = 64; });
   refused([](HandOffHeader& f) { f.config.hidden = -1; });
   // Activations of some pages only are fine, and a choice beyond them is cut.
-  HandOffHeader some = lease->first();
+  HandOffHeader some = lease->header();
   some.activations.erase(some.activations.begin() + 1);
   auto import = peer_.store->imports().Import(some, nullptr, [](uint32_t, uint32_t, uint32_t) { return 1000u; });
   ASSERT_TRUE(import.ok()) << import.status();
@@ -350,16 +350,16 @@ TEST_F(ActivationsTest, AGrowingSequenceOffersWhatItHas) {
   const Text text = MakeText(8 * kPage);
   const SequenceId a = Filled(cache, text, 3 * kPage);
   auto lease = *store().exports().Growing(a, 6 * kPage);
-  EXPECT_EQ(lease->first().pages.size(), 6u * 2u - 2);  // the newest is inside the lag
-  EXPECT_EQ(lease->first().activations.size(), 3u * 2u);
-  auto import = peer_.store->imports().Import(lease->first(), nullptr, All);
+  EXPECT_EQ(lease->header().pages.size(), 6u * 2u - 2);  // the newest is inside the lag
+  EXPECT_EQ(lease->header().activations.size(), 3u * 2u);
+  auto import = peer_.store->imports().Import(lease->header(), nullptr, All);
   ASSERT_TRUE(import.ok());
   ASSERT_TRUE(test().AppendAll(cache, a, text, 3 * kPage, 3 * kPage).ok());
   test().executor.FinishAll();
   ASSERT_TRUE(lease->Finish().ok());
   // What the sender's codec declined meanwhile is withdrawn, recomputed or not.
-  ASSERT_FALSE(lease->last()->withdrawn.empty());
-  const auto b = Receive(**import, *lease->last(), TakeAll(*lease), &config, &text);
+  ASSERT_FALSE(lease->trailer()->withdrawn.empty());
+  const auto b = Receive(**import, *lease->trailer(), TakeAll(*lease), &config, &text);
   ASSERT_TRUE(b.ok()) << b.status();
   peer_.store->report().CheckInvariants();
 }

@@ -26,14 +26,14 @@ using testing::Text;
 using Gpu = SimulatedStore;
 
 absl::StatusOr<SequenceId> HandOver(ExportLease& from, Gpu& to) {
-  KV_ASSIGN_OR_RETURN(const std::unique_ptr<ImportLease> import, ImportTo(to, from.first()));
+  KV_ASSIGN_OR_RETURN(const std::unique_ptr<ImportLease> import, ImportTo(to, from.header()));
   CopyOpenPages(from);
   const std::vector<testing::SentPage> pages = testing::TakeAll(from);
-  KV_RETURN_IF_ERROR(import->Extend(*from.last()));
+  KV_RETURN_IF_ERROR(import->Extend(*from.trailer()));
   // What is read raw comes last here: then it can be shown.
   size_t last = 0;
   const auto of_last = [&](const testing::SentPage& page) {
-    return page.bytes.page >= from.first().size() && !import->target(page.bytes.page).empty();
+    return page.bytes.page >= from.header().size() && !import->target(page.bytes.page).empty();
   };
   for (const testing::SentPage& page : pages) last += of_last(page);
   for (const testing::SentPage& page : pages) {
@@ -92,12 +92,12 @@ TEST(PageStoreDeviceHandOff, AReadOfPartOfASinkWaitsUntilItIsHere) {
   ASSERT_TRUE(a.Extend(from, sequence, text, 0, 5 * kPage + 3).ok());
   const auto lease = a.store().exports().Whole(sequence);
   ASSERT_TRUE(lease.ok()) << lease.status();
-  const auto import = ImportTo(b, (*lease)->first());
+  const auto import = ImportTo(b, (*lease)->header());
   ASSERT_TRUE(import.ok()) << import.status();
   CopyOpenPages(**lease);
   const std::vector<testing::SentPage> pages = testing::TakeAll(**lease);
-  ASSERT_TRUE((*import)->Extend(*(*lease)->last()).ok());
-  const size_t first_pages = (*lease)->first().size();
+  ASSERT_TRUE((*import)->Extend(*(*lease)->trailer()).ok());
+  const size_t first_pages = (*lease)->header().size();
   for (const testing::SentPage& page : pages) {
     if (page.bytes.page >= first_pages) {
       ASSERT_TRUE(CopyIn(**import, page.bytes).ok());
@@ -131,7 +131,7 @@ TEST(PageStoreDeviceHandOff, WaitsForWhatIsStillEncoded) {
   ASSERT_TRUE(a.Extend(from, sequence, text, 0, 2 * kPage + 5).ok());
   auto lease = a.store().exports().Whole(sequence);
   ASSERT_TRUE(lease.ok());
-  EXPECT_EQ((*lease)->last(), nullptr);
+  EXPECT_EQ((*lease)->trailer(), nullptr);
   EXPECT_TRUE((*lease)->TakeReady().empty());
   EXPECT_EQ((*lease)->open_pages().size(), 2u);
   bool told = false;
@@ -160,9 +160,9 @@ TEST(PageStoreDeviceHandOff, BlocksThatAreThereAreNotSent) {
   EXPECT_EQ(b.store().caches().FindOpen(b.store().caches().Describe(to)->digest, TestDevice::kOrdinal), to);
   EXPECT_EQ(b.store().caches().FindOpen(b.store().caches().Describe(to)->digest, CacheConfig::kHost), std::nullopt);
   const auto lease = a.store().exports().Whole(sequence);
-  const auto import = ImportTo(b, (*lease)->first());
+  const auto import = ImportTo(b, (*lease)->header());
   ASSERT_TRUE(import.ok()) << import.status();
-  ASSERT_TRUE((*import)->Extend(*(*lease)->last()).ok());
+  ASSERT_TRUE((*import)->Extend(*(*lease)->trailer()).ok());
   int wanted = 0;
   for (const testing::SentPage& page : testing::TakeAll(**lease)) {
     wanted += !(*import)->target(page.bytes.page).empty();
@@ -187,14 +187,14 @@ TEST(PageStoreDeviceHandOff, WhatEndsEarlyLeavesNothing) {
     const SequenceId sequence = a.Create(from);
     ASSERT_TRUE(a.Extend(from, sequence, text, 0, 5 * kPage + 3).ok());
     auto lease = *a.store().exports().Whole(sequence);
-    auto import = *ImportTo(b, lease->first());
+    auto import = *ImportTo(b, lease->header());
     CopyOpenPages(*lease);
     std::vector<testing::SentPage> pages = testing::TakeAll(*lease);
     const bool extended = random() % 4 != 0;
     if (extended) {
-      ASSERT_TRUE(import->Extend(*lease->last()).ok());
+      ASSERT_TRUE(import->Extend(*lease->trailer()).ok());
     }
-    const size_t first_pages = lease->first().pages.size();
+    const size_t first_pages = lease->header().pages.size();
     std::erase_if(pages, [&](const auto& page) { return !extended && page.bytes.page >= first_pages; });
     std::shuffle(pages.begin(), pages.end(), random);
     pages.resize(random() % (pages.size() + 1) * 9 / 10);
@@ -221,7 +221,7 @@ TEST(PageStoreDeviceHandOff, AFullPoolRefusesAndKeepsNothing) {
   ASSERT_TRUE(a.Extend(from, sequence, text, 0, 200 * kPage).ok());
   const auto lease = a.store().exports().Whole(sequence);
   ASSERT_TRUE(lease.ok());
-  EXPECT_EQ(ImportTo(b, (*lease)->first()).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ImportTo(b, (*lease)->header()).status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(b.store().caches().List().empty());
   EXPECT_EQ(b.used_bytes(), 0u);
 }
@@ -266,7 +266,7 @@ TEST(PageStoreDeviceHandOff, RandomOperations) {
         ASSERT_TRUE(lease.ok()) << lease.status();
         gpu.test().device.executor.FinishAll();  // what it received raw
         if (random() % 4 == 0) {
-          ASSERT_TRUE(ImportTo(gpus[other], (*lease)->first()).ok());  // and given up
+          ASSERT_TRUE(ImportTo(gpus[other], (*lease)->header()).ok());  // and given up
           continue;
         }
         const auto received = HandOver(**lease, gpus[other]);

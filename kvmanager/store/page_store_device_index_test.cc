@@ -242,13 +242,13 @@ TEST_F(DeviceIndexTest, WhatGrowsIsHandedOverByTheHostWithWhatItsIndexIsMadeOf) 
   EXPECT_EQ(test().device.mover.moves(), 0u);
   store().exports().Written(sequence, 0, std::vector<uint64_t>(kLayers, 100));
   while (test().device.mover.moves() > 0) {
-    EXPECT_EQ(lease->last(), nullptr);
+    EXPECT_EQ(lease->trailer(), nullptr);
     test().device.mover.FinishOne();
     test().executor.FinishAll();
   }
-  ASSERT_NE(lease->last(), nullptr);
-  EXPECT_EQ(lease->last()->index.prompt_tokens, 100u);
-  EXPECT_EQ(lease->TakeReady().size() + lease->last_pages().size(), kLayers * ((100u + kPage - 1) / kPage));
+  ASSERT_NE(lease->trailer(), nullptr);
+  EXPECT_EQ(lease->trailer()->index.prompt_tokens, 100u);
+  EXPECT_EQ(lease->TakeReady().size() + lease->trailer_pages().size(), kLayers * ((100u + kPage - 1) / kPage));
 }
 
 TEST_F(DeviceIndexTest, WhatDoesNotFitIsRefusedAndChangesNothing) {

@@ -35,7 +35,7 @@ class Collector {
   std::vector<ExportedPage> Take() {
     std::vector<ExportedPage> pages = lease_.TakeReady();
     for (const ExportedPage& page : pages) {
-      const HandOffPage& of = lease_.first().pages[page.page];
+      const HandOffPage& of = lease_.header().pages[page.page];
       Expect(of, !codec_->info().keeps_raw(static_cast<int>(of.layer), uint64_t{of.block} * kPage), page);
     }
     taken_ += pages.size();
@@ -43,18 +43,18 @@ class Collector {
   }
   // The trailer, which is there; the first was taken.
   std::vector<ExportedPage> TakeLast() {
-    const HandOffTrailer& last = *lease_.last();
-    EXPECT_EQ(taken_ + last.withdrawn.size(), lease_.first().pages.size());
+    const HandOffTrailer& last = *lease_.trailer();
+    EXPECT_EQ(taken_ + last.withdrawn.size(), lease_.header().pages.size());
     CopyOpenPages(lease_);
-    for (size_t i = 0; i < last.pages.size(); ++i) Expect(last.pages[i], false, lease_.last_pages()[i]);
-    return {lease_.last_pages().begin(), lease_.last_pages().end()};
+    for (size_t i = 0; i < last.pages.size(); ++i) Expect(last.pages[i], false, lease_.trailer_pages()[i]);
+    return {lease_.trailer_pages().begin(), lease_.trailer_pages().end()};
   }
   size_t taken() const { return taken_; }
 
  private:
   void Expect(const HandOffPage& page, bool encoded, const ExportedPage& sent) const {
-    const CacheConfig& config = lease_.first().config;
-    const uint64_t left = lease_.first().tokens - uint64_t{page.block} * kPage;
+    const CacheConfig& config = lease_.header().config;
+    const uint64_t left = lease_.header().tokens - uint64_t{page.block} * kPage;
     const int tokens = static_cast<int>(std::min<uint64_t>(kPage, left)), layer = static_cast<int>(page.layer);
     std::vector<uint8_t> bytes = MakeRawPage(config.layout, text_, page.block, tokens, layer);
     if (encoded) bytes = MakeEncodedPage(*codec_, bytes, page.block, layer);
@@ -101,12 +101,12 @@ TEST(PageStoreDeviceStream, OffersAPageThatTravelsRawOnceItIsWritten) {
   ASSERT_TRUE(a.Extend(cache, sequence, text, 2 * kPage, kPage + 5).ok());
   ASSERT_TRUE(lease->Finish().ok());
   EXPECT_TRUE(offered.Take().empty());
-  EXPECT_EQ(lease->last(), nullptr);
+  EXPECT_EQ(lease->trailer(), nullptr);
   EXPECT_TRUE(a.store().exports().AwaitsWrites(sequence));
   a.RunWrites();
   EXPECT_FALSE(a.store().exports().AwaitsWrites(sequence));
   EXPECT_EQ(offered.Take().size(), 2u);
-  ASSERT_NE(lease->last(), nullptr);
+  ASSERT_NE(lease->trailer(), nullptr);
   EXPECT_EQ(offered.TakeLast().size(), 2u);
 }
 
@@ -123,10 +123,10 @@ TEST(PageStoreDeviceStream, WhatIsDroppedAfterItIsCompleteIsSentAllTheSame) {
     ASSERT_TRUE(lease->Finish().ok());
     a.store().Drop(sequence);
     a.store().report().CheckInvariants();
-    EXPECT_EQ(lease->last(), nullptr);
+    EXPECT_EQ(lease->trailer(), nullptr);
     a.RunWrites();
     EXPECT_FALSE(offered.Take().empty());
-    ASSERT_NE(lease->last(), nullptr);
+    ASSERT_NE(lease->trailer(), nullptr);
     EXPECT_FALSE(offered.TakeLast().empty());
     lease = nullptr;
     EXPECT_EQ(a.used_bytes(), 0u);
@@ -156,7 +156,7 @@ TEST(PageStoreDeviceStream, ByTheHostPagesGoAsTheyAreCopied) {
   const Text text = MakeText(6 * kPage);
   const SequenceId sequence = a.Create(cache);
   auto lease = *a.ExportGrowing(sequence, 4 * kPage + 5, ExportWay::kByHost);
-  EXPECT_EQ(lease->first().config.device, CacheConfig::kHost);
+  EXPECT_EQ(lease->header().config.device, CacheConfig::kHost);
   Collector offered(lease.get(), a.store().caches().codec(cache), text);
   int told = 0;
   lease->OnReady([&told] { ++told; });
@@ -174,13 +174,13 @@ TEST(PageStoreDeviceStream, ByTheHostPagesGoAsTheyAreCopied) {
   ASSERT_TRUE(lease->Finish().ok());
   // It goes on, beyond the open page.
   ASSERT_TRUE(a.Extend(cache, sequence, text, 4 * kPage + 5, kPage).ok());
-  EXPECT_EQ(lease->last(), nullptr);
+  EXPECT_EQ(lease->trailer(), nullptr);
   while (mover.moves() > 0) {
     mover.FinishOne();
     workers.FinishAll();
     a.store().report().CheckInvariants();
   }
-  ASSERT_NE(lease->last(), nullptr);
+  ASSERT_NE(lease->trailer(), nullptr);
   offered.Take();
   EXPECT_EQ(offered.TakeLast().size(), 4u);
   lease = nullptr;
@@ -208,7 +208,7 @@ TEST(PageStoreDeviceStream, ByTheHostWhatIsNoPageIsNotSent) {
     EXPECT_TRUE(lease->TakeReady().empty());
     ASSERT_TRUE(a.Extend(cache, sequence, text, kPage, kPage).ok());
     ASSERT_TRUE(lease->Finish().ok());
-    EXPECT_EQ(lease->last(), nullptr);
+    EXPECT_EQ(lease->trailer(), nullptr);
     lease = nullptr;
     a.store().report().CheckInvariants();
     EXPECT_EQ(a.test().pool->used_bytes(), 0u);
@@ -244,15 +244,15 @@ TEST(PageStoreDeviceStream, ALayerIsReadWhileTheNextArrives) {
     ASSERT_TRUE(a.Extend(from, sequence, text, 0, tokens).ok());
     const auto lease = *a.ExportGrowing(sequence, tokens);
     Collector offered(lease.get(), a.store().caches().codec(from), text);
-    auto import = *ImportTo(b, lease->first());
+    auto import = *ImportTo(b, lease->header());
     ASSERT_TRUE(lease->Finish().ok());
     std::vector<ExportedPage> pages = offered.Take();
-    ASSERT_TRUE(import->Extend(*lease->last()).ok());
+    ASSERT_TRUE(import->Extend(*lease->trailer()).ok());
     for (const ExportedPage& page : offered.TakeLast()) ASSERT_TRUE(CopyIn(*import, page).ok());
     ASSERT_TRUE(import->can_show());
     const SequenceId there = *import->Show();
     b.store().report().CheckInvariants();
-    const auto layer_of = [&](const ExportedPage& page) { return lease->first().pages[page.page].layer; };
+    const auto layer_of = [&](const ExportedPage& page) { return lease->header().pages[page.page].layer; };
     for (const ExportedPage& page : pages) {
       if (layer_of(page) == 0) {
         ASSERT_TRUE(CopyIn(*import, page).ok());
@@ -270,7 +270,7 @@ TEST(PageStoreDeviceStream, ALayerIsReadWhileTheNextArrives) {
     const AttendEntry early{there, kPage - 1, 1};
     EXPECT_FALSE((*b.store().Attend(to, {1, 1}, {&early, 1}))->ready());
     const auto page0 = std::find_if(pages.begin(), pages.end(), [&](const ExportedPage& page) {
-      return layer_of(page) == 1 && lease->first().pages[page.page].block == 0;
+      return layer_of(page) == 1 && lease->header().pages[page.page].block == 0;
     });
     ASSERT_TRUE(CopyIn(*import, *page0).ok());
     pages.erase(page0);
@@ -297,9 +297,9 @@ TEST(PageStoreDeviceStream, WhoWaitsForASequenceThatBreaksIsTold) {
   ASSERT_TRUE(a.Extend(from, sequence, text, 0, 2 * kPage + 1).ok());
   const auto lease = *a.store().exports().Whole(sequence);
   Collector offered(lease.get(), a.store().caches().codec(from), text);
-  auto import = *ImportTo(b, lease->first());
+  auto import = *ImportTo(b, lease->header());
   offered.Take();
-  ASSERT_TRUE(import->Extend(*lease->last()).ok());
+  ASSERT_TRUE(import->Extend(*lease->trailer()).ok());
   for (const ExportedPage& page : offered.TakeLast()) ASSERT_TRUE(CopyIn(*import, page).ok());
   const SequenceId there = *import->Show();
   const AttendEntry newest{there, 2 * kPage, 1};
@@ -357,7 +357,7 @@ void RandomHandOff::Run(Counts* counts) {
   std::unique_ptr<ExportLease> out =
       *a.ExportGrowing(sequence, tokens, by_host_ ? ExportWay::kByHost : ExportWay::kDirect);
   Collector offered(out.get(), a.store().caches().codec(from), text);
-  std::unique_ptr<ImportLease> in = *ImportTo(b, out->first());
+  std::unique_ptr<ImportLease> in = *ImportTo(b, out->header());
   std::vector<ExportedPage> in_flight;
   std::optional<SequenceId> there;
   uint64_t there_tokens = tokens;
@@ -405,10 +405,10 @@ void RandomHandOff::Run(Counts* counts) {
           counts->early += !finished;
           in_flight.push_back(page);
         }
-        if (out->last() != nullptr && !extended) {
-          ASSERT_TRUE(in->Extend(*out->last()).ok());
+        if (out->trailer() != nullptr && !extended) {
+          ASSERT_TRUE(in->Extend(*out->trailer()).ok());
           extended = true;
-          counts->withdrawn += static_cast<int>(out->last()->withdrawn.size());
+          counts->withdrawn += static_cast<int>(out->trailer()->withdrawn.size());
           for (const ExportedPage& page : offered.TakeLast()) in_flight.push_back(page);
         }
         break;

@@ -30,7 +30,7 @@ class HandOffTest : public PageStoreTest {
     auto lease = store().exports().Whole(sequence);
     EXPECT_TRUE(lease.ok()) << lease.status();
     test().executor.FinishAll();
-    EXPECT_NE((*lease)->last(), nullptr);
+    EXPECT_NE((*lease)->trailer(), nullptr);
     return *std::move(lease);
   }
   static uint64_t WantedBytes(const ImportLease& to, const std::vector<SentPage>& pages) {
@@ -48,19 +48,19 @@ TEST_F(HandOffTest, SendsEncodedPagesAndARawLag) {
   const SequenceId a = Filled(cache, text, 4 * kPage + 7);
   ASSERT_TRUE(store().Publish(a, Names(cache, text, 3)).ok());
   const auto lease = Export(a);
-  const HandOffHeader& first = lease->first();
+  const HandOffHeader& first = lease->header();
   const std::vector<SentPage> pages = TakeAll(*lease);
   ASSERT_EQ(pages.size(), 10u);
   for (const SentPage& page : pages) EXPECT_EQ(page.encoded, page.page.block < 3);
   EXPECT_EQ(first.aged, (std::vector<uint32_t>{3, 3}));
   EXPECT_TRUE(first.blocks[2].named && !first.blocks[3].named);
-  for (const HandOffBlock& block : lease->last()->blocks) EXPECT_FALSE(block.named);
+  for (const HandOffBlock& block : lease->trailer()->blocks) EXPECT_FALSE(block.named);
 
   auto import = peer_.store->imports().Import(first);
   ASSERT_TRUE(import.ok()) << import.status();
   EXPECT_EQ(peer_.store->caches().Match(1, Names(cache, text, 3))->hit_blocks, 0);
   EXPECT_TRUE(peer_.store->report().SequenceIds().empty());
-  const auto b = Receive(**import, *lease->last(), pages);
+  const auto b = Receive(**import, *lease->trailer(), pages);
   ASSERT_TRUE(b.ok()) << b.status();
   const uint64_t all = WantedBytes(**import, pages);
   import->reset();
@@ -82,11 +82,11 @@ TEST_F(HandOffTest, SendsEncodedPagesAndARawLag) {
   auto second = peer_.store->imports().Import(first);
   ASSERT_TRUE(second.ok());
   EXPECT_TRUE((*second)->target(0).empty());
-  EXPECT_TRUE(Receive(**second, *lease->last(), pages).ok());
+  EXPECT_TRUE(Receive(**second, *lease->trailer(), pages).ok());
   EXPECT_EQ(WantedBytes(**second, pages), all - 6 * store().caches().codec(cache)->info().encoded_bytes);
   EXPECT_EQ((*second)->Commit().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ((*second)->Show().status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ((*second)->Extend(*lease->last()).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ((*second)->Extend(*lease->trailer()).code(), absl::StatusCode::kFailedPrecondition);
   peer_.store->report().CheckInvariants();
 }
 
@@ -99,9 +99,9 @@ TEST_F(HandOffTest, TheReceiverCropsAsTheSender) {
         const Text text = MakeText(6 * kPage);
         const SequenceId a = Filled(cache, text, tokens);
         auto lease = Export(a);
-        auto import = peer_.store->imports().Import(lease->first());
+        auto import = peer_.store->imports().Import(lease->header());
         ASSERT_TRUE(import.ok()) << import.status();
-        const auto b = Receive(**import, *lease->last(), TakeAll(*lease));
+        const auto b = Receive(**import, *lease->trailer(), TakeAll(*lease));
         ASSERT_TRUE(b.ok()) << b.status();
         peer_.executor.FinishAll();
         const absl::Status status = store().Crop(a, to);
@@ -129,7 +129,7 @@ TEST_F(HandOffTest, AbandonedImportsLeaveNothing) {
   const SequenceId a = Filled(cache, text, 5 * kPage + 1);
   const auto lease = Export(a);
   {
-    auto import = peer_.store->imports().Import(lease->first());
+    auto import = peer_.store->imports().Import(lease->header());
     ASSERT_TRUE(import.ok());
     peer_.store->report().CheckInvariants();
     EXPECT_GT(peer_.pool->used_bytes(), 0u);
@@ -139,9 +139,9 @@ TEST_F(HandOffTest, AbandonedImportsLeaveNothing) {
   EXPECT_TRUE(peer_.store->caches().List().empty());
   peer_.store->report().CheckInvariants();
   // A cache that a client opened meanwhile stays.
-  auto import = peer_.store->imports().Import(lease->first());
+  auto import = peer_.store->imports().Import(lease->header());
   ASSERT_TRUE(import.ok());
-  const auto opened = peer_.store->caches().Open(lease->first().config);
+  const auto opened = peer_.store->caches().Open(lease->header().config);
   ASSERT_TRUE(opened.ok());
   import->reset();
   EXPECT_TRUE(peer_.store->caches().Describe(*opened).ok());
@@ -155,9 +155,9 @@ TEST_F(HandOffTest, AHostileHeaderIsRefused) {
   const SequenceId a = Filled(cache, text, 3 * kPage + 1);
   ASSERT_TRUE(store().Publish(a, Names(cache, text, 2)).ok());
   const auto lease = Export(a);
-  ASSERT_EQ(lease->first().pages.size(), 4u);
+  ASSERT_EQ(lease->header().pages.size(), 4u);
   const auto refused = [&](auto change, absl::StatusCode code) {
-    HandOffHeader first = lease->first();
+    HandOffHeader first = lease->header();
     change(first);
     const auto import = peer_.store->imports().Import(first);
     EXPECT_EQ(import.status().code(), code) << import.status();
@@ -200,11 +200,11 @@ TEST_F(HandOffTest, AHostileTrailerChangesNothing) {
   ASSERT_TRUE(test().AppendAll(cache, a, text, 0, 5 * kPage + 1).ok());
   test().executor.FinishAll();
   ASSERT_TRUE(lease->Finish().ok());
-  const HandOffTrailer& last = *lease->last();
+  const HandOffTrailer& last = *lease->trailer();
   ASSERT_FALSE(last.withdrawn.empty());
   const std::vector<SentPage> pages = TakeAll(*lease);
-  ASSERT_LT(last.withdrawn.size(), lease->first().pages.size());
-  auto import = peer_.store->imports().Import(lease->first());
+  ASSERT_LT(last.withdrawn.size(), lease->header().pages.size());
+  auto import = peer_.store->imports().Import(lease->header());
   ASSERT_TRUE(import.ok());
   ASSERT_TRUE(testing::Deliver(**import, pages[0].bytes).ok());
   const uint64_t used = peer_.pool->used_bytes();
@@ -251,8 +251,8 @@ TEST_F(HandOffTest, HostileBytesAreRefused) {
   const auto lease = Export(a);
   const std::vector<SentPage> pages = TakeAll(*lease);
   const auto validate = [&](const SentPage& page, size_t at, uint16_t bits) {
-    auto import = peer_.store->imports().Import(lease->first());
-    EXPECT_TRUE(import.ok() && (*import)->Extend(*lease->last()).ok());
+    auto import = peer_.store->imports().Import(lease->header());
+    EXPECT_TRUE(import.ok() && (*import)->Extend(*lease->trailer()).ok());
     const absl::Span<uint8_t> target = (*import)->target(page.bytes.page);
     std::memcpy(target.data(), page.bytes.bytes.data(), target.size());
     const auto good = (*import)->Validate(page.bytes.page);
@@ -282,9 +282,9 @@ TEST_F(HandOffTest, EmptyAndWholePageSequences) {
       ASSERT_TRUE(test().AppendAll(cache, a, text, 0, tokens).ok());
     }
     const auto lease = Export(a);
-    auto import = peer_.store->imports().Import(lease->first());
+    auto import = peer_.store->imports().Import(lease->header());
     ASSERT_TRUE(import.ok()) << import.status();
-    const auto b = Receive(**import, *lease->last(), TakeAll(*lease));
+    const auto b = Receive(**import, *lease->trailer(), TakeAll(*lease));
     ASSERT_TRUE(b.ok()) << b.status();
     EXPECT_EQ(peer_.store->Describe(*b)->tokens, static_cast<uint64_t>(tokens));
     peer_.store->report().CheckInvariants();

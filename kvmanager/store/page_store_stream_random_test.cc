@@ -133,10 +133,10 @@ void StreamRandom::HandOff() {
   auto begun = here_.store->exports().Growing(a, tokens, {.will_append = Below(2) == 0});
   ASSERT_TRUE(begun.ok()) << begun.status();
   std::unique_ptr<ExportLease> out = *std::move(begun);
-  auto received = there_.store->imports().Import(out->first());
+  auto received = there_.store->imports().Import(out->header());
   ASSERT_TRUE(received.ok()) << received.status();
   std::unique_ptr<ImportLease> in = *std::move(received);
-  std::vector<uint32_t> aged = out->first().aged;
+  std::vector<uint32_t> aged = out->header().aged;
 
   std::vector<ExportedPage> in_flight;
   std::optional<SequenceId> b;
@@ -209,17 +209,17 @@ void StreamRandom::HandOff() {
         break;
       case 7:
         for (const ExportedPage& page : out->TakeReady()) in_flight.push_back(page);
-        if (out->last() != nullptr && !extended) {
-          ASSERT_TRUE(in->Extend(*out->last()).ok());
+        if (out->trailer() != nullptr && !extended) {
+          ASSERT_TRUE(in->Extend(*out->trailer()).ok());
           extended = true;
-          counts.withdrawn += static_cast<int>(out->last()->withdrawn.size());
-          for (const ExportedPage& page : out->last_pages()) in_flight.push_back(page);
+          counts.withdrawn += static_cast<int>(out->trailer()->withdrawn.size());
+          for (const ExportedPage& page : out->trailer_pages()) in_flight.push_back(page);
         }
         break;
     }
     CheckAll();
   }
-  for (size_t i = 0; i < out->first().pages.size(); ++i) counts.shared += in->target(i).empty();
+  for (size_t i = 0; i < out->header().pages.size(); ++i) counts.shared += in->target(i).empty();
   if (in->complete() && !b.has_value()) {
     const auto shown = in->Show();
     ASSERT_TRUE(shown.ok()) << shown.status();

@@ -36,13 +36,13 @@ class StreamTest : public PageStoreTest {
     a_ = Filled(cache_, text_, tokens);
     out_ = *store().exports().Whole(a_);
     test().executor.FinishAll();
-    auto in = peer_.store->imports().Import(out_->first());
+    auto in = peer_.store->imports().Import(out_->header());
     ASSERT_TRUE(in.ok()) << in.status();
     in_ = *std::move(in);
     waiting_ = out_->TakeReady();
     EXPECT_FALSE(in_->can_show());
-    ASSERT_TRUE(in_->Extend(*out_->last()).ok());
-    for (const ExportedPage& page : out_->last_pages()) {
+    ASSERT_TRUE(in_->Extend(*out_->trailer()).ok());
+    for (const ExportedPage& page : out_->trailer_pages()) {
       EXPECT_FALSE(in_->can_show());
       ASSERT_TRUE(Deliver(*in_, page).ok());
     }
@@ -66,7 +66,7 @@ class StreamTest : public PageStoreTest {
   }
   void DeliverLayer(int layer) {
     for (const ExportedPage& page : waiting_) {
-      if (out_->first().pages[page.page].layer == static_cast<uint32_t>(layer)) {
+      if (out_->header().pages[page.page].layer == static_cast<uint32_t>(layer)) {
         ASSERT_TRUE(Deliver(*in_, page).ok());
       }
     }
@@ -86,10 +86,10 @@ TEST_F(StreamTest, PagesAreOfferedAsLayersAreAppendedAndEncoded) {
   const int tokens = 5 * kPage + 3;
   const SequenceId a = Create(cache);
   auto out = *store().exports().Growing(a, tokens);
-  EXPECT_EQ(out->first().tokens, static_cast<uint64_t>(tokens));
-  EXPECT_EQ(out->first().blocks.size(), 5u);
-  EXPECT_EQ(out->first().aged, (std::vector<uint32_t>{4, 4}));
-  ASSERT_EQ(out->first().pages.size(), 8u);
+  EXPECT_EQ(out->header().tokens, static_cast<uint64_t>(tokens));
+  EXPECT_EQ(out->header().blocks.size(), 5u);
+  EXPECT_EQ(out->header().aged, (std::vector<uint32_t>{4, 4}));
+  ASSERT_EQ(out->header().pages.size(), 8u);
   int told = 0;
   out->OnReady([&told] { ++told; });
   EXPECT_EQ(told, 0);
@@ -102,7 +102,7 @@ TEST_F(StreamTest, PagesAreOfferedAsLayersAreAppendedAndEncoded) {
   ASSERT_EQ(ready.size(), 2u);
   const auto codec = store().caches().codec(cache);
   for (const ExportedPage& page : ready) {
-    const HandOffPage& named = out->first().pages[page.page];
+    const HandOffPage& named = out->header().pages[page.page];
     EXPECT_EQ(named.layer, 0u);
     const auto raw = MakeRawPage(codec->layout(), text_, named.block, kPage, 0);
     const auto expected = MakeEncodedPage(*codec, raw, named.block, 0);
@@ -125,19 +125,19 @@ TEST_F(StreamTest, PagesAreOfferedAsLayersAreAppendedAndEncoded) {
   // Finish waits for what is still to be encoded.
   ASSERT_TRUE(out->Finish().ok());
   EXPECT_EQ(out->Finish().code(), kPrecondition);
-  EXPECT_EQ(out->last(), nullptr);
+  EXPECT_EQ(out->trailer(), nullptr);
   ASSERT_TRUE(test().AppendAll(cache, a, text_, tokens, 2 * kPage).ok());  // it goes on
   told = 0;
   test().executor.FinishAll();
   EXPECT_GE(told, 1);
-  ASSERT_NE(out->last(), nullptr);
+  ASSERT_NE(out->trailer(), nullptr);
   EXPECT_EQ(out->TakeReady().size(), 4u);
-  EXPECT_TRUE(out->last()->withdrawn.empty());
-  ASSERT_EQ(out->last_pages().size(), 4u);  // of each layer the lag and the open page
+  EXPECT_TRUE(out->trailer()->withdrawn.empty());
+  ASSERT_EQ(out->trailer_pages().size(), 4u);  // of each layer the lag and the open page
   for (size_t i = 0; i < 4; ++i) {
-    const HandOffPage& page = out->last()->pages[i];
+    const HandOffPage& page = out->trailer()->pages[i];
     const auto raw = MakeRawPage(codec->layout(), text_, page.block, page.block == 5 ? 3 : kPage, page.layer);
-    EXPECT_TRUE(std::equal(raw.begin(), raw.end(), out->last_pages()[i].bytes.begin()));
+    EXPECT_TRUE(std::equal(raw.begin(), raw.end(), out->trailer_pages()[i].bytes.begin()));
   }
   store().report().CheckInvariants();
 }
@@ -149,8 +149,8 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   const int tokens = 5 * kPage + 3;
   const SequenceId a = Create(cache);
   auto out = *store().exports().Growing(a, tokens);
-  ASSERT_EQ(out->first().pages.size(), 8u);
-  for (const HandOffPage& page : out->first().pages) {
+  ASSERT_EQ(out->header().pages.size(), 8u);
+  for (const HandOffPage& page : out->header().pages) {
     EXPECT_EQ(page.bytes == config.layout.raw_bytes(), page.block < 2) << page.block;  // two pages of sinks
   }
   ASSERT_TRUE(test().AppendAll(cache, a, text_, 0, 3 * kPage).ok());
@@ -159,7 +159,7 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   ASSERT_EQ(early.size(), 6u);
   size_t raw = 0;
   for (const ExportedPage& page : early) {
-    const HandOffPage& of = out->first().pages[page.page];
+    const HandOffPage& of = out->header().pages[page.page];
     if (of.block >= 2) continue;
     ++raw;
     const auto expected = MakeRawPage(config.layout, text_, of.block, kPage, static_cast<int>(of.layer));
@@ -172,16 +172,16 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   // The receiver keeps raw slots for them and none for an encoding; a lie about their form is refused.
   TestStore there{16 << 20};
   for (const size_t page : {0, 2}) {  // a sink in no form that there is, an encoded page that claims to be raw
-    HandOffHeader lies = out->first();
+    HandOffHeader lies = out->header();
     lies.pages[page].bytes = config.layout.raw_bytes() - (page == 0 ? 1 : 0);
     EXPECT_EQ(there.store->imports().Import(lies).status().code(), absl::StatusCode::kInvalidArgument);
     EXPECT_EQ(there.pool->used_bytes(), 0u);
   }
-  auto in = *there.store->imports().Import(out->first());
+  auto in = *there.store->imports().Import(out->header());
   there.store->report().CheckInvariants();
   std::vector<uint8_t> infinite(early[0].bytes.begin(), early[0].bytes.end());
   infinite[0] = 0x00, infinite[1] = 0x7c;
-  ASSERT_EQ(out->first().pages[early[0].page].block, 0u);
+  ASSERT_EQ(out->header().pages[early[0].page].block, 0u);
   std::copy(infinite.begin(), infinite.end(), in->target(early[0].page).begin());
   EXPECT_EQ(in->Validate(early[0].page).status().code(), absl::StatusCode::kInvalidArgument);
   for (const ExportedPage& page : early) ASSERT_TRUE(testing::Deliver(*in, page).ok());
@@ -192,17 +192,17 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   ASSERT_TRUE(test().AppendAll(cache, a, text_, 3 * kPage, 2 * kPage + 3).ok());
   ASSERT_TRUE(out->Finish().ok());
   test().executor.FinishAll();
-  ASSERT_NE(out->last(), nullptr);
-  EXPECT_TRUE(out->last()->withdrawn.empty());
-  HandOffTrailer lies = *out->last();
+  ASSERT_NE(out->trailer(), nullptr);
+  EXPECT_TRUE(out->trailer()->withdrawn.empty());
+  HandOffTrailer lies = *out->trailer();
   lies.withdrawn = {0};
   EXPECT_EQ(in->Extend(lies).code(), absl::StatusCode::kInvalidArgument);
   std::vector<testing::SentPage> rest;
-  for (const ExportedPage& page : out->TakeReady()) rest.push_back({out->first().pages[page.page], true, false, page});
-  for (size_t i = 0; i < out->last()->pages.size(); ++i) {
-    rest.push_back({out->last()->pages[i], false, false, out->last_pages()[i]});
+  for (const ExportedPage& page : out->TakeReady()) rest.push_back({out->header().pages[page.page], true, false, page});
+  for (size_t i = 0; i < out->trailer()->pages.size(); ++i) {
+    rest.push_back({out->trailer()->pages[i], false, false, out->trailer_pages()[i]});
   }
-  const auto received = testing::Receive(*in, *out->last(), rest);
+  const auto received = testing::Receive(*in, *out->trailer(), rest);
   ASSERT_TRUE(received.ok()) << received.status();
   there.executor.FinishAll();
   there.store->report().CheckInvariants();
@@ -216,15 +216,15 @@ TEST_F(StreamTest, SinksGoWithTheTrailerToAnEarlierBuild) {
   const int tokens = 5 * kPage + 3;
   const SequenceId a = Create(cache);
   auto out = *store().exports().Growing(a, tokens, {.kept_raw = KeptRaw::kWithTrailer});
-  for (const HandOffPage& page : out->first().pages) EXPECT_GE(page.block, 2u);
+  for (const HandOffPage& page : out->header().pages) EXPECT_GE(page.block, 2u);
   ASSERT_TRUE(test().AppendAll(cache, a, text_, 0, tokens).ok());
   test().executor.FinishAll();
   TestStore there{16 << 20};
-  auto in = *there.store->imports().Import(out->first());
+  auto in = *there.store->imports().Import(out->header());
   ASSERT_TRUE(out->Finish().ok());
   test().executor.FinishAll();
-  ASSERT_NE(out->last(), nullptr);
-  const auto received = testing::Receive(*in, *out->last(), testing::TakeAll(*out));
+  ASSERT_NE(out->trailer(), nullptr);
+  const auto received = testing::Receive(*in, *out->trailer(), testing::TakeAll(*out));
   ASSERT_TRUE(received.ok()) << received.status();
   there.executor.FinishAll();
   there.store->report().CheckInvariants();
@@ -239,8 +239,8 @@ TEST_F(StreamTest, SinksOfAnEarlierBuildComeWithTheTrailer) {
   const SequenceId a = Filled(cache, text_, 5 * kPage + 3);
   test().executor.FinishAll();
   auto out = *store().exports().Whole(a);
-  HandOffHeader first = out->first();
-  HandOffTrailer last = *out->last();
+  HandOffHeader first = out->header();
+  HandOffTrailer last = *out->trailer();
   std::vector<testing::SentPage> sent, at_end;
   for (const ExportedPage& page : out->TakeReady()) {
     HandOffPage& of = first.pages[page.page];
@@ -250,7 +250,8 @@ TEST_F(StreamTest, SinksOfAnEarlierBuildComeWithTheTrailer) {
     last.withdrawn.push_back(page.page);
   }
   ASSERT_EQ(last.withdrawn.size(), 4u);
-  for (size_t i = 0; i < last.pages.size(); ++i) at_end.push_back({last.pages[i], false, false, out->last_pages()[i]});
+  for (size_t i = 0; i < last.pages.size(); ++i)
+    at_end.push_back({last.pages[i], false, false, out->trailer_pages()[i]});
   const auto place = [](const testing::SentPage& page) { return std::pair(page.page.layer, page.page.block); };
   std::sort(at_end.begin(), at_end.end(), [&](const auto& x, const auto& y) { return place(x) < place(y); });
   std::sort(last.withdrawn.begin(), last.withdrawn.end());
@@ -316,11 +317,11 @@ TEST_F(StreamTest, TheSequenceMayGoWhileItIsSent) {
   EXPECT_EQ(store().Publish(b, Names(cache, text_, 4))->shared, 4);
   ASSERT_TRUE(out->Finish().ok());
   store().Drop(b);
-  EXPECT_EQ(out->last(), nullptr);
+  EXPECT_EQ(out->trailer(), nullptr);
   test().executor.FinishAll();
   store().report().CheckInvariants();
-  ASSERT_NE(out->last(), nullptr);
-  for (const HandOffBlock& block : out->last()->blocks) EXPECT_TRUE(block.named);
+  ASSERT_NE(out->trailer(), nullptr);
+  for (const HandOffBlock& block : out->trailer()->blocks) EXPECT_TRUE(block.named);
   const auto codec = store().caches().codec(cache);
   for (const testing::SentPage& sent : testing::TakeAll(*out)) {
     const int tokens = sent.page.block == 4 ? 1 : kPage;

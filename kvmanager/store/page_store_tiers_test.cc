@@ -87,7 +87,7 @@ class PageStoreTiersTest : public PageStoreTest {
   void ExpectOnHost(SequenceId sequence, const Text& text) {
     const auto lease = store().exports().Whole(sequence);
     ASSERT_TRUE(lease.ok()) << lease.status();
-    const uint64_t all_tokens = (*lease)->first().tokens;
+    const uint64_t all_tokens = (*lease)->header().tokens;
     const auto codec = store().caches().codec(store().Describe(sequence)->cache);
     for (const testing::SentPage& sent : testing::TakeAll(**lease)) {
       const HandOffPage& page = sent.page;

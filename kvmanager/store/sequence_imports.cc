@@ -7,11 +7,11 @@
 
 namespace kvmanager {
 
-absl::StatusOr<std::unique_ptr<Importing>> SequenceImports::Begin(std::shared_ptr<const HandOffHeader> first,
+absl::StatusOr<std::unique_ptr<Importing>> SequenceImports::Begin(std::shared_ptr<const HandOffHeader> header,
                                                                   std::shared_ptr<const Codec> codec,
                                                                   OwnedRecomputeChoice recompute) {
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache,
-                      parts_.caches->FindOrOpen(first->config, std::move(codec), &first->codec_version));
+                      parts_.caches->FindOrOpen(header->config, std::move(codec), &header->codec_version));
   absl::Status may = parts_.sequences->CheckLimit(*cache, 0);
   if (may.ok() && cache->index.chunk_tokens > 0) may = cache->IndexStaysHere();
   if (may.ok()) may = cache->LadderStaysHere();
@@ -19,7 +19,7 @@ absl::StatusOr<std::unique_ptr<Importing>> SequenceImports::Begin(std::shared_pt
     if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
     return may;
   }
-  return std::make_unique<ImportBeginning>(parts_, std::move(cache), std::move(first), std::move(recompute));
+  return std::make_unique<ImportBeginning>(parts_, std::move(cache), std::move(header), std::move(recompute));
 }
 
 void SequenceImports::RoomCame() {

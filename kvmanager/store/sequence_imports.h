@@ -16,7 +16,7 @@ class SequenceImports final : public Imports {
  public:
   explicit SequenceImports(ImportParts parts) : parts_(std::move(parts)) {}
 
-  absl::StatusOr<std::unique_ptr<Importing>> Begin(std::shared_ptr<const HandOffHeader> first,
+  absl::StatusOr<std::unique_ptr<Importing>> Begin(std::shared_ptr<const HandOffHeader> header,
                                                    std::shared_ptr<const Codec> codec,
                                                    OwnedRecomputeChoice recompute) override;
   void OnRoom(absl::AnyInvocable<void()> fn) override { on_room_ = std::move(fn); }

@@ -34,8 +34,8 @@ uint64_t RawBytesRead(const PageLayout& layout, const uint8_t* page, int tokens)
 }
 
 void CopyOpenPages(const ExportLease& lease) {
-  const PageLayout& layout = lease.first().config.layout;
-  const int tokens = static_cast<int>(lease.first().tokens % layout.page_tokens);
+  const PageLayout& layout = lease.header().config.layout;
+  const int tokens = static_cast<int>(lease.header().tokens % layout.page_tokens);
   for (const ExportedOpenPage& page : lease.open_pages()) {
     std::memset(page.to, 0, layout.raw_bytes());
     CopyTokens(layout, page.from, page.to, 0, tokens);

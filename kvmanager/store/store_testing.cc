@@ -261,9 +261,9 @@ uint64_t Checksum(const std::vector<uint8_t>& bytes) { return XXH3_64bits(bytes.
 std::vector<SentPage> TakeAll(ExportLease& from) {
   std::vector<ExportedPage> ready = from.TakeReady();
   std::sort(ready.begin(), ready.end(), [](const auto& a, const auto& b) { return a.page < b.page; });
-  KV_CHECK(from.last() != nullptr);
-  const HandOffHeader& first = from.first();
-  KV_CHECK(ready.size() + from.last()->withdrawn.size() == first.size());
+  KV_CHECK(from.trailer() != nullptr);
+  const HandOffHeader& first = from.header();
+  KV_CHECK(ready.size() + from.trailer()->withdrawn.size() == first.size());
   std::vector<SentPage> all;
   for (const ExportedPage& page : ready) {
     const bool activations = page.page >= first.pages.size();
@@ -272,9 +272,9 @@ std::vector<SentPage> TakeAll(ExportLease& from) {
     const bool kept_raw = of.bytes == first.config.layout.raw_bytes() && first.config.codec != "raw";
     all.push_back({of, !activations && !kept_raw, activations, page});
   }
-  for (size_t i = 0; i < from.last()->pages.size(); ++i) {
-    KV_CHECK(from.last_pages()[i].page == first.size() + i);
-    all.push_back({from.last()->pages[i], false, false, from.last_pages()[i]});
+  for (size_t i = 0; i < from.trailer()->pages.size(); ++i) {
+    KV_CHECK(from.trailer_pages()[i].page == first.size() + i);
+    all.push_back({from.trailer()->pages[i], false, false, from.trailer_pages()[i]});
   }
   return all;
 }

@@ -66,10 +66,10 @@ class ManifestTarget final : public FuzzTarget {
             (block < first.aged[layer] ? first.pages : last.pages).push_back({block, layer, 0});
           }
         }
-        const std::string head = WriteFirstManifest(first);
+        const std::string head = WriteHandOffHeader(first);
         const size_t units = raw ? 0 : (*made)->info().page_bytes(0) / 64;
         seeds.push_back(Header(head.size(), first.pages.size(), last.pages.size(), units) + head +
-                        WriteLastManifest(last, "blob"));
+                        WriteHandOffTrailer(last, "blob"));
       }
     }
     return seeds;
@@ -87,11 +87,11 @@ class ManifestTarget final : public FuzzTarget {
       if (input[6] >> page & 1) withdrawn.push_back(page);
     }
     const size_t split = std::min<size_t>(input.size(), kHeaderBytes + input[0] + size_t(input[1]) * 256);
-    const auto first = ParseFirstManifest(bytes.substr(kHeaderBytes, split - kHeaderBytes), first_bytes);
-    const auto last = ParseLastManifest(bytes.substr(split), last_bytes, withdrawn);
+    const auto first = ParseHandOffHeader(bytes.substr(kHeaderBytes, split - kHeaderBytes), first_bytes);
+    const auto last = ParseHandOffTrailer(bytes.substr(split), last_bytes, withdrawn);
     MustExplain(first.status());
     MustExplain(last.status());
-    if (last.ok()) KV_CHECK(last->last.pages.size() == last_bytes.size());
+    if (last.ok()) KV_CHECK(last->trailer.pages.size() == last_bytes.size());
     if (!first.ok()) return;
     KV_CHECK(first->pages.size() == first_bytes.size());
     KV_CHECK(first->aged.size() == static_cast<size_t>(first->config.layers));
@@ -102,7 +102,7 @@ class ManifestTarget final : public FuzzTarget {
       if (lease.ok()) {
         const size_t early = input[7] % (first_bytes.size() + 1);
         for (uint32_t page = 0; page < early; ++page) Receive(**lease, page, input);
-        const absl::Status extended = last.ok() ? (*lease)->Extend(last->last) : last.status();
+        const absl::Status extended = last.ok() ? (*lease)->Extend(last->trailer) : last.status();
         MustExplain(extended);
         if (extended.ok()) {
           for (size_t page = early; page < first_bytes.size() + last_bytes.size(); ++page) {
@@ -128,7 +128,7 @@ class ManifestTarget final : public FuzzTarget {
   }
 
  private:
-  // The first manifest's length, the parts' page counts and page sizes in units of 64 bytes (0: of a raw page), which
+  // The header's length, the parts' page counts and page sizes in units of 64 bytes (0: of a raw page), which
   // of the first pages are withdrawn, how many come before the trailer.
   static constexpr size_t kHeaderBytes = 8;
   static std::string Header(size_t bytes, size_t first_pages, size_t last_pages, size_t units) {

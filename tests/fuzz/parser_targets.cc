@@ -31,7 +31,7 @@ class PeerWireTarget final : public FuzzTarget {
             tcp::EncodeOffer({}, 7, part),
             tcp::EncodeJoin({{}, 1}),
             tcp::EncodeAccept({1 << 20, 4, "ticket", pages}),
-            tcp::EncodeLast(last),
+            tcp::EncodeTrailer(last),
             tcp::EncodeExtended({pages}),
             frame,
             tcp::EncodeGot(1 << 20, {1, 2, 3}),
@@ -55,7 +55,7 @@ class PeerWireTarget final : public FuzzTarget {
     if (input.size() >= tcp::kHeaderBytes) MustExplain(tcp::ParseHeader(input.subspan(0, tcp::kHeaderBytes)).status());
     if (!frame.ok()) return;
     if (const auto* offer = std::get_if<tcp::OfferFrame>(&*frame)) KV_CHECK(tcp::CheckPart(offer->part, 0).ok());
-    if (const auto* last = std::get_if<tcp::LastFrame>(&*frame)) MustExplain(tcp::CheckPart(last->part, 20));
+    if (const auto* last = std::get_if<tcp::TrailerFrame>(&*frame)) MustExplain(tcp::CheckPart(last->part, 20));
     if (const auto* accept = std::get_if<tcp::AcceptFrame>(&*frame)) MustFit(accept->wanted);
     if (const auto* joined = std::get_if<tcp::JoinedFrame>(&*frame)) MustFit(joined->arrived);
     if (const auto* error = std::get_if<tcp::ErrorFrame>(&*frame)) KV_CHECK(!error->status.ok());

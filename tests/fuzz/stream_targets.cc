@@ -274,7 +274,7 @@ class PeerStreamTarget final : public FuzzTarget {
         tcp::PutPagesHead(records, reinterpret_cast<uint8_t*>(head.data()));
         data += head + payload;
       }
-      seeds.push_back(Split(offer + tcp::EncodeLast(last), data));
+      seeds.push_back(Split(offer + tcp::EncodeTrailer(last), data));
     }
     return seeds;
   }

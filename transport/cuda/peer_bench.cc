@@ -174,9 +174,9 @@ struct Measured {
 Measured HandOff(Transport& sender, const std::string& peer, std::vector<SendPage> pages, Hasher& hasher, bool hashes) {
   SendRequest request;
   request.peer = peer;
-  request.first.manifest = "bench";
-  request.first.gpu = pages[0].slab->gpu;
-  for (const SendPage& page : pages) request.first.page_bytes.push_back(page.bytes.size());
+  request.header.manifest = "bench";
+  request.header.gpu = pages[0].slab->gpu;
+  for (const SendPage& page : pages) request.header.page_bytes.push_back(page.bytes.size());
   std::promise<absl::StatusOr<SendResult>> promise;
   SendEvents events;
   events.done = [&](absl::StatusOr<SendResult> result) { promise.set_value(std::move(result)); };

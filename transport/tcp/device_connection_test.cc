@@ -143,9 +143,9 @@ class DeviceConnectionTest : public testing::Test {
   Outcome Start(const std::vector<SendPage>& pages) {
     SendRequest request;
     request.peer = receiving_->listen_address();
-    request.first.manifest = "manifest";
-    request.first.gpu = kGpu;
-    for (const SendPage& page : pages) request.first.page_bytes.push_back(page.bytes.size());
+    request.header.manifest = "manifest";
+    request.header.gpu = kGpu;
+    for (const SendPage& page : pages) request.header.page_bytes.push_back(page.bytes.size());
     return SendAll(*sender_, std::move(request), pages);
   }
   absl::StatusOr<SendResult> Send(const std::vector<SendPage>& pages) { return Start(pages).done.get(); }
@@ -248,8 +248,8 @@ TEST_F(DeviceConnectionTest, AReceiverThatKnowsOfNoGpusIsNotOffered) {
   RawSocket listener = RawSocket::Listen();
   SendRequest request;
   request.peer = listener.address();
-  request.first.manifest = "manifest";
-  request.first.gpu = kGpu;
+  request.header.manifest = "manifest";
+  request.header.gpu = kGpu;
   Outcome out = Begin(*sender_, std::move(request));
   RawSocket control = listener.Accept();
   HelloFrame hello;
@@ -265,8 +265,8 @@ TEST_F(DeviceConnectionTest, UnixSocketOutOfReachIsTold) {
   const std::vector<SendPage> pages = PagesIn(1, 8, &bytes);
   SendRequest request;
   request.peer = listener.address();
-  request.first = PartOf(bytes);
-  request.first.gpu = kGpu;
+  request.header = PartOf(bytes);
+  request.header.gpu = kGpu;
   Outcome out = SendAll(*sender_, std::move(request), pages);
   RawSocket control = listener.Accept();
   control.Write(EncodeHello({}));

@@ -81,7 +81,7 @@ class HostileTest : public testing::Test {
     RawSocket control = Open(token);
     RawSocket connection = DataConnection(token);
     connection.Write(PagesFrameOf(pages_, {2, 0}) + PagesFrameOf(pages_, {3, 1}));
-    control.Write(EncodeLast(NothingMore()));
+    control.Write(EncodeTrailer(NothingMore()));
     std::set<uint32_t> got;
     for (;;) {
       absl::StatusOr<Frame> frame = control.ReadFrame();
@@ -111,7 +111,7 @@ TEST_F(HostileTest, GoodStreamsByteByByte) {
   control.Expect<AcceptFrame>();
   RawSocket connection = Connect();
   for (const char c : DataStreamOf(pages_)) ASSERT_TRUE(connection.Write(std::string(1, c)));
-  for (const char c : EncodeLast(NothingMore())) ASSERT_TRUE(control.Write(std::string(1, c)));
+  for (const char c : EncodeTrailer(NothingMore())) ASSERT_TRUE(control.Write(std::string(1, c)));
   for (;;) {
     absl::StatusOr<Frame> frame = control.ReadFrame();
     ASSERT_TRUE(frame.ok()) << frame.status();
@@ -179,7 +179,7 @@ TEST_F(HostileTest, ConnectionCutAtEveryLengthGoesOn) {
     if (!joined.arrived.has(i)) missing.push_back(i);
   }
   again.Write(PagesFrameOf(pages_, missing));
-  control.Write(EncodeLast(NothingMore()));
+  control.Write(EncodeTrailer(NothingMore()));
   for (;;) {
     absl::StatusOr<Frame> said = control.ReadFrame();
     ASSERT_TRUE(said.ok()) << said.status();
@@ -277,21 +277,21 @@ TEST_F(HostileTest, ControlFramesOutOfTurn) {
   HandOffPart last = NothingMore();
   EXPECT_EQ(DetailOf(error_of(PagesFrameOf(pages_, {0}))).field, "frame type here");
   EXPECT_EQ(DetailOf(error_of(EncodeEmpty(FrameType::kDone))).field, "frame type here");
-  EXPECT_EQ(error_of(EncodeLast(last) + EncodeLast(last)).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(error_of(EncodeTrailer(last) + EncodeTrailer(last)).code(), absl::StatusCode::kInvalidArgument);
   last.withdrawn = {4};
-  EXPECT_EQ(DetailOf(error_of(EncodeLast(last))).field, "withdrawn[0]");
+  EXPECT_EQ(DetailOf(error_of(EncodeTrailer(last))).field, "withdrawn[0]");
   const Token token = NextToken();
   RawSocket control = Open(token);
   RawSocket connection = DataConnection(token);
   connection.Write(PagesFrameOf(pages_, {1}));
   receiver_.WaitForArrivals(1);
   last.withdrawn = {1};
-  control.Write(EncodeLast(last));
+  control.Write(EncodeTrailer(last));
   EXPECT_EQ(DetailOf(ErrorOn(control)).field, "withdrawn[0]");
   EXPECT_EQ(ErrorOf(OfferOf(pages_, token)).code(), absl::StatusCode::kAlreadyExists);
   receiver_.hold_offers = true;
   RawSocket early = Connect();
-  early.Write(OfferOf(pages_, NextToken()) + EncodeLast(NothingMore()));
+  early.Write(OfferOf(pages_, NextToken()) + EncodeTrailer(NothingMore()));
   EXPECT_EQ(ErrorOn(early).code(), absl::StatusCode::kInvalidArgument);
   receiver_.ReleaseOffers();
   receiver_.hold_offers = false;
@@ -347,7 +347,7 @@ TEST_F(HostileTest, RandomMutationsOfAGoodStream) {
   std::mt19937_64 random(6);
   for (int i = 0; i < 300; ++i) {
     const Token token = NextToken();
-    std::string streams[2] = {OfferOf(pages_, token) + EncodeLast(NothingMore()), DataStreamOf(pages_)};
+    std::string streams[2] = {OfferOf(pages_, token) + EncodeTrailer(NothingMore()), DataStreamOf(pages_)};
     std::copy(token.begin(), token.end(), streams[1].begin() + kHelloBytes + kHeaderBytes);
     std::string& bytes = streams[random() % 2];
     for (int flips = 1 + static_cast<int>(random() % 3); flips > 0; --flips) {

@@ -150,7 +150,7 @@ std::string Incoming::EncodedJoined() const {
 
 void Incoming::OnFrame(Frame frame) {
   heard_ = Now();
-  if (auto* last = std::get_if<LastFrame>(&frame)) return OnLast(std::move(*last));
+  if (auto* trailer = std::get_if<TrailerFrame>(&frame)) return OnTrailer(std::move(*trailer));
   if (std::holds_alternative<CancelFrame>(frame)) return End(absl::CancelledError("cancelled by the sender"), false);
 }
 
@@ -229,20 +229,20 @@ PageBitmap Incoming::TakePart(const PageSizes& part) {
   return wanted;
 }
 
-void Incoming::OnLast(LastFrame last) {
+void Incoming::OnTrailer(TrailerFrame trailer) {
   if (state_ != State::kReceiving) {
     return OnLinkBroken(absl::InvalidArgumentError("LAST before the hand-off was accepted, or after its end"));
   }
   if (last_known_) return OnLinkBroken(absl::InvalidArgumentError("LAST said twice"));
-  if (absl::Status status = CheckPart(last.part, first_pages_); !status.ok()) return OnLinkBroken(std::move(status));
-  for (size_t i = 0; i < last.part.withdrawn.size(); ++i) {
-    const uint32_t page = last.part.withdrawn[i];
+  if (absl::Status status = CheckPart(trailer.part, first_pages_); !status.ok()) return OnLinkBroken(std::move(status));
+  for (size_t i = 0; i < trailer.part.withdrawn.size(); ++i) {
+    const uint32_t page = trailer.part.withdrawn[i];
     if (pages_[page] == PageState::kArrived || pages_[page] == PageState::kComing) {
       return OnLinkBroken(InvalidField(absl::StrCat("withdrawn[", i, "]"), page, "a page that was not sent"));
     }
   }
-  if (absl::Status status = CheckTotal(last.part); !status.ok()) return End(std::move(status), /*tell=*/true);
-  for (const uint32_t page : last.part.withdrawn) {
+  if (absl::Status status = CheckTotal(trailer.part); !status.ok()) return End(std::move(status), /*tell=*/true);
+  for (const uint32_t page : trailer.part.withdrawn) {
     if (pages_[page] != PageState::kWanted) continue;
     pages_[page] = PageState::kWithdrawn;
     bytes_wanted_ -= page_bytes_[page];
@@ -250,9 +250,9 @@ void Incoming::OnLast(LastFrame last) {
   }
   last_known_ = true;
   progress_ = Now();
-  last_bytes_ = last.part.page_bytes;
-  page_bytes_.Append(last_bytes_);
-  hand_off_->Extend(std::move(last.part), OnLoop(loop_, token_, [](Incoming& self, absl::Status status) {
+  trailer_bytes_ = trailer.part.page_bytes;
+  page_bytes_.Append(trailer_bytes_);
+  hand_off_->Extend(std::move(trailer.part), OnLoop(loop_, token_, [](Incoming& self, absl::Status status) {
                       self.OnExtendReply(std::move(status));
                     }));
 }
@@ -260,7 +260,7 @@ void Incoming::OnLast(LastFrame last) {
 void Incoming::OnExtendReply(absl::Status status) {
   if (state_ != State::kReceiving || !last_known_ || extended_) return;
   if (!status.ok()) return End(std::move(status), /*tell=*/true);
-  wanted_last_ = TakePart(last_bytes_);
+  wanted_last_ = TakePart(trailer_bytes_);
   extended_ = true;
   progress_ = Now();
   if (link_ != nullptr) link_->Send(EncodeExtended({wanted_last_}));

@@ -99,7 +99,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   void Attach(std::shared_ptr<FrameLink> link);
   void OnFrame(Frame frame);
-  void OnLast(LastFrame last);
+  void OnTrailer(TrailerFrame trailer);
   void OnLinkBroken(absl::Status why);
   /// Which pages of a part are wanted; the parts in their order.
   PageBitmap TakePart(const PageSizes& part);
@@ -138,7 +138,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   bool of_gpu_ = false;                    // its pages are a GPU's
   int device_ = -1;                        // once accepted: where its targets are
   PageSizes page_bytes_;                   // of the parts that are known
-  PageSizes last_bytes_;                   // of the last alone
+  PageSizes trailer_bytes_;                // of the trailer alone
   std::vector<PageState> pages_;           // as many, once accepted
   PageBitmap wanted_first_, wanted_last_;  // as answered
   size_t first_pages_ = 0;

@@ -146,8 +146,9 @@ void IoThread::Post(uint64_t transfer, std::vector<SendPage> pages) {
   With(transfer, [pages = std::move(pages)](Outgoing& outgoing) mutable { outgoing.Post(std::move(pages)); });
 }
 
-void IoThread::Finish(uint64_t transfer, HandOffPart last) {
-  With(transfer, [last = std::move(last)](Outgoing& outgoing) mutable { outgoing.FinishParts(std::move(last)); });
+void IoThread::Finish(uint64_t transfer, HandOffPart trailer) {
+  With(transfer,
+       [trailer = std::move(trailer)](Outgoing& outgoing) mutable { outgoing.FinishParts(std::move(trailer)); });
 }
 
 void IoThread::Cancel(uint64_t transfer) {

@@ -30,7 +30,7 @@ class IoThread {
 
   uint64_t Begin(SendRequest request, SendEvents events);
   void Post(uint64_t transfer, std::vector<SendPage> pages);
-  void Finish(uint64_t transfer, HandOffPart last);
+  void Finish(uint64_t transfer, HandOffPart trailer);
   void Cancel(uint64_t transfer);
   void Ask(std::string peer, Probe::Done done);
   std::vector<PeerInfo> Peers() const { return loop_.peers.List(); }

@@ -68,8 +68,8 @@ class LocalTest : public testing::Test {
   absl::StatusOr<SendResult> Send(const std::vector<SendPage>& pages) {
     SendRequest request;
     request.peer = receiving_->listen_address();
-    request.first.manifest = "manifest";
-    for (const SendPage& page : pages) request.first.page_bytes.push_back(page.bytes.size());
+    request.header.manifest = "manifest";
+    for (const SendPage& page : pages) request.header.page_bytes.push_back(page.bytes.size());
     return SendAll(*sender_, request, pages).done.get();
   }
   /// A hand-off of one page of 100 bytes whose sender is the test: a control and a local connection.
@@ -97,7 +97,7 @@ class LocalTest : public testing::Test {
     const std::vector<SendPage> pages = PagesIn(1, 8, &bytes);
     SendRequest request;
     request.peer = listener.address();
-    request.first = PartOf(bytes);
+    request.header = PartOf(bytes);
     Outcome out = SendAll(*sender_, request, pages);
     RawSocket control = listener.Accept();
     control.Write(EncodeHello({}));
@@ -112,7 +112,7 @@ class LocalTest : public testing::Test {
     EXPECT_EQ(connection.Expect<JoinFrame>().connection, 1u);
     connection.Write(EncodeJoined({false, PageBitmap(1)}));
     EXPECT_EQ(connection.Expect<PagesFrame>().pages.size(), 1u);
-    control.Expect<LastFrame>();
+    control.Expect<TrailerFrame>();
     control.Write(EncodeExtended({}) + EncodeGot(1 << 20, {0}) + EncodeEmpty(FrameType::kDone));
     EXPECT_TRUE(out.done.get().ok());
   }

@@ -27,7 +27,7 @@ Outgoing::Outgoing(Loop& loop, uint64_t id, SendRequest request, SendEvents even
       id_(id),
       request_(std::move(request)),
       events_(std::move(events)),
-      of_gpu_(request_.first.gpu != GpuName()),
+      of_gpu_(request_.header.gpu != GpuName()),
       stall_ms_(request_.stall_ms == 0 ? loop.options.stall_ms : request_.stall_ms),
       peer_stall_ms_(stall_ms_),
       timer_(loop.io) {
@@ -41,7 +41,7 @@ absl::Status Outgoing::CheckRequest() const {
   if (request_.room_ms < 0 || request_.room_ms > SendRequest::kRoomMsMax) {
     return InvalidField("room_ms", request_.room_ms, absl::StrCat("0..", SendRequest::kRoomMsMax));
   }
-  return CheckPart(request_.first, 0);
+  return CheckPart(request_.header, 0);
 }
 
 absl::Status Outgoing::CheckTotal(const HandOffPart& part) {
@@ -52,12 +52,12 @@ absl::Status Outgoing::CheckTotal(const HandOffPart& part) {
 
 void Outgoing::Start() {
   absl::Status status = CheckRequest();
-  if (status.ok()) status = CheckTotal(request_.first);
+  if (status.ok()) status = CheckTotal(request_.header);
   if (!status.ok()) return Finish(std::move(status));
   counted_ = true;
   loop_.metrics.sent.active.Increment();
   loop_.peers.Begin(request_.peer, false);
-  first_pages_ = request_.first.page_bytes.size();
+  first_pages_ = request_.header.page_bytes.size();
   pages_to_go_ = first_pages_;
   started_ = heard_ = progress_ = Now();
   DialControl();
@@ -107,7 +107,7 @@ void Outgoing::OnControl(Dial::Connection connection) {
   connected_before_ = true;
   offer_again_ = false;
   const bool shares = of_gpu() || !loop_.options.memory.empty();
-  link_->Send(EncodeOffer(token_, request_.room_ms, request_.first, shares ? loop_.host : HostId()));
+  link_->Send(EncodeOffer(token_, request_.room_ms, request_.header, shares ? loop_.host : HostId()));
   if (!pages_made_) MakePages();
 }
 
@@ -124,9 +124,9 @@ void Outgoing::AddPages(const HandOffPart& part, std::vector<Posted>* posted) {
 
 void Outgoing::MakePages() {
   pages_made_ = true;
-  AddPages(request_.first, &first_posted_);
+  AddPages(request_.header, &first_posted_);
   // First: what was posted may be of the trailer.
-  if (early_last_.has_value()) FinishParts(*std::exchange(early_last_, absl::nullopt));
+  if (early_trailer_.has_value()) FinishParts(*std::exchange(early_trailer_, absl::nullopt));
   TakeEarlyPost();
 }
 
@@ -214,13 +214,14 @@ void Outgoing::UseTcpConnections() {
 }
 
 void Outgoing::SayLast() {
-  if (last_.has_value() && state_ == State::kSending && link_ != nullptr && !joining_) link_->Send(EncodeLast(*last_));
+  if (trailer_.has_value() && state_ == State::kSending && link_ != nullptr && !joining_)
+    link_->Send(EncodeTrailer(*trailer_));
 }
 
 absl::Status Outgoing::OnExtended(const ExtendedFrame& extended) {
-  if (!last_.has_value() || state_ != State::kSending) return absl::InvalidArgumentError("EXTENDED out of turn");
-  if (extended.wanted.count != last_->page_bytes.size()) {
-    return InvalidField("EXTENDED pages", extended.wanted.count, absl::StrCat(last_->page_bytes.size()));
+  if (!trailer_.has_value() || state_ != State::kSending) return absl::InvalidArgumentError("EXTENDED out of turn");
+  if (extended.wanted.count != trailer_->page_bytes.size()) {
+    return InvalidField("EXTENDED pages", extended.wanted.count, absl::StrCat(trailer_->page_bytes.size()));
   }
   if (std::exchange(extended_, true)) return absl::OkStatus();
   progress_ = Now();
@@ -369,20 +370,20 @@ void Outgoing::TakePosts(const std::vector<SendPage>& pages) {
   Pump();
 }
 
-void Outgoing::FinishParts(HandOffPart last) {
-  absl::Status status = CheckPart(last, first_pages_);
-  if (status.ok() && (last_.has_value() || early_last_.has_value()))
+void Outgoing::FinishParts(HandOffPart trailer) {
+  absl::Status status = CheckPart(trailer, first_pages_);
+  if (status.ok() && (trailer_.has_value() || early_trailer_.has_value()))
     status = absl::FailedPreconditionError("the trailer was said before");
   if (status.ok() && !pages_made_) {
-    early_last_ = std::move(last);
+    early_trailer_ = std::move(trailer);
     return;
   }
-  if (status.ok()) status = CheckTotal(last);
-  for (size_t i = 0; status.ok() && i < last.withdrawn.size(); ++i) {
-    Page& page = pages_[last.withdrawn[i]];
+  if (status.ok()) status = CheckTotal(trailer);
+  for (size_t i = 0; status.ok() && i < trailer.withdrawn.size(); ++i) {
+    Page& page = pages_[trailer.withdrawn[i]];
     if (page.state == PageState::kSkipped) continue;
     if (page.state != PageState::kUnposted) {
-      status = InvalidField(absl::StrCat("withdrawn[", i, "]"), last.withdrawn[i], "a page that was not posted");
+      status = InvalidField(absl::StrCat("withdrawn[", i, "]"), trailer.withdrawn[i], "a page that was not posted");
       break;
     }
     page.state = PageState::kWithdrawn;
@@ -390,9 +391,9 @@ void Outgoing::FinishParts(HandOffPart last) {
     wanted_bytes_ -= page.size;
   }
   if (!status.ok()) return Stop(std::move(status));
-  AddPages(last, &last_posted_);
-  pages_to_go_ += last.page_bytes.size();
-  last_ = std::move(last);
+  AddPages(trailer, &last_posted_);
+  pages_to_go_ += trailer.page_bytes.size();
+  trailer_ = std::move(trailer);
   SayLast();
 }
 

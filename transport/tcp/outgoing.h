@@ -48,7 +48,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   Outgoing(Loop& loop, uint64_t id, SendRequest request, SendEvents events);
   void Start();
   void Post(std::vector<SendPage> pages);
-  void FinishParts(HandOffPart last);
+  void FinishParts(HandOffPart trailer);
   void Stop(absl::Status why);
 
   // For its data connections:
@@ -169,8 +169,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   size_t first_pages_ = 0;
   bool pages_made_ = false;
   std::deque<std::vector<SendPage>> early_posts_;  // until they are taken; whoever posts has each page once
-  absl::optional<HandOffPart> early_last_;
-  absl::optional<HandOffPart> last_;
+  absl::optional<HandOffPart> early_trailer_;
+  absl::optional<HandOffPart> trailer_;
   bool extended_ = false;
   std::deque<uint32_t> first_queue_, last_queue_;  // those in kQueued, and some that are no longer
   uint64_t queued_pages_ = 0;

@@ -264,11 +264,11 @@ TEST_F(ResumeTest, TheTrailerIsSaidOnceThoughItIsKnownWhileTheConnectionIsMadeAg
   control.Expect<JoinFrame>();
   sender_->Finish(out.id, NothingMore());
   control.Write(EncodeJoined({false, PageBitmap(0)}) + accept);
-  control.Expect<LastFrame>();
+  control.Expect<TrailerFrame>();
   control.Write(EncodeExtended({PageBitmap(0)}));
   control.Write(EncodeEmpty(FrameType::kDone));
   EXPECT_TRUE(out.done.get().ok());
-  EXPECT_EQ(control.ReadToEnd().find(EncodeLast(NothingMore())), std::string::npos);
+  EXPECT_EQ(control.ReadToEnd().find(EncodeTrailer(NothingMore())), std::string::npos);
 }
 
 /// Jain's index of what 16 senders have got by the time the first has everything: 1 when all have got as much, 1/16

@@ -77,7 +77,7 @@ uint64_t TcpTransport::Begin(SendRequest request, SendEvents events) {
 void TcpTransport::Post(uint64_t transfer, std::vector<SendPage> pages) {
   io_thread_->Post(transfer, std::move(pages));
 }
-void TcpTransport::Finish(uint64_t transfer, HandOffPart last) { io_thread_->Finish(transfer, std::move(last)); }
+void TcpTransport::Finish(uint64_t transfer, HandOffPart trailer) { io_thread_->Finish(transfer, std::move(trailer)); }
 void TcpTransport::Cancel(uint64_t transfer) { io_thread_->Cancel(transfer); }
 void TcpTransport::Probe(std::string peer, absl::AnyInvocable<void(absl::StatusOr<ReceiverLoad>)> done) {
   io_thread_->Ask(std::move(peer), std::move(done));

@@ -89,7 +89,7 @@ class TcpTransport final : public Transport {
 
   uint64_t Begin(SendRequest request, SendEvents events) override;
   void Post(uint64_t transfer, std::vector<SendPage> pages) override;
-  void Finish(uint64_t transfer, HandOffPart last) override;
+  void Finish(uint64_t transfer, HandOffPart trailer) override;
   void Cancel(uint64_t transfer) override;
   void Probe(std::string peer, absl::AnyInvocable<void(absl::StatusOr<ReceiverLoad>)> done) override;
   std::vector<PeerInfo> Peers() const override;

@@ -248,7 +248,7 @@ inline Outcome Begin(Transport& transport, SendRequest request) {
 inline SendRequest RequestOf(const std::vector<Page>& pages, const std::string& peer) {
   SendRequest request;
   request.peer = peer;
-  request.first = PartOf(pages);
+  request.header = PartOf(pages);
   return request;
 }
 /// All of it at once: `posted` are the pages of `request`.

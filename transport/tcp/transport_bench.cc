@@ -149,8 +149,8 @@ class Pair {
   Measured HandOff() {
     SendRequest request;
     request.peer = receiving_->listen_address();
-    request.first.manifest = "bench";
-    for (const SendPage& page : pages_) request.first.page_bytes.push_back(page.bytes.size());
+    request.header.manifest = "bench";
+    for (const SendPage& page : pages_) request.header.page_bytes.push_back(page.bytes.size());
     std::promise<absl::StatusOr<SendResult>> promise;
     SendEvents events;
     events.done = [&](absl::StatusOr<SendResult> result) { promise.set_value(std::move(result)); };

@@ -127,7 +127,7 @@ TEST_F(TransportTest, EveryByteIsCounted) {
 
 TEST_F(TransportTest, LargestManifestArrives) {
   SendRequest request = RequestOf({}, peer());
-  request.first.manifest.assign(HandOffPart::kManifestBytesMax, 'm');
+  request.header.manifest.assign(HandOffPart::kManifestBytesMax, 'm');
   EXPECT_TRUE(Send({}, request).done.get().ok());
 }
 
@@ -331,12 +331,12 @@ TEST_F(TransportTest, BadRequestsNameTheField) {
   EXPECT_EQ(field_of(RequestOf(pages, "nowhere")), "peer");
   EXPECT_EQ(field_of(RequestOf(pages, "127.0.0.1:0")), "peer");
   SendRequest request = RequestOf(pages, peer());
-  request.first.manifest.clear();
+  request.header.manifest.clear();
   EXPECT_EQ(field_of(request), "manifest bytes");
-  request.first.manifest.assign(HandOffPart::kManifestBytesMax + 1, 'm');
+  request.header.manifest.assign(HandOffPart::kManifestBytesMax + 1, 'm');
   EXPECT_EQ(field_of(request), "manifest bytes");
   request = RequestOf(pages, peer());
-  request.first.page_bytes.push_back(0);
+  request.header.page_bytes.push_back(0);
   EXPECT_EQ(field_of(request), "page 1 bytes");
   request = RequestOf(pages, peer());
   request.stall_ms = -1;
@@ -345,7 +345,7 @@ TEST_F(TransportTest, BadRequestsNameTheField) {
   request.room_ms = -1;
   EXPECT_EQ(field_of(request), "room_ms");
   request = RequestOf(pages, peer());
-  request.first.page_bytes.Append(HandOffPart::kPagesMax + 1, 1);
+  request.header.page_bytes.Append(HandOffPart::kPagesMax + 1, 1);
   EXPECT_EQ(field_of(request), "pages");
 }
 
@@ -583,7 +583,7 @@ TEST_F(TransportTest, TooManyBytesAreRefused) {
   options.offer_buffer_bytes_max = 1 << 20;
   receiver_side_ = Make(options);
   SendRequest request = RequestOf({}, peer());
-  request.first.manifest.assign(4 << 20, 'm');
+  request.header.manifest.assign(4 << 20, 'm');
   EXPECT_EQ(Send({}, request).done.get().status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(SendAndWait(RandomPages({99}, 1)).ok());
 }

@@ -132,8 +132,8 @@ class DataConnectionTest {
   SendRequest RequestFor(const std::vector<SendPage>& pages) {
     SendRequest request;
     request.peer = receiving_->listen_address();
-    request.first.manifest = "manifest";
-    for (const SendPage& page : pages) request.first.page_bytes.push_back(page.bytes.size());
+    request.header.manifest = "manifest";
+    for (const SendPage& page : pages) request.header.page_bytes.push_back(page.bytes.size());
     return request;
   }
   absl::StatusOr<SendResult> Send(const std::vector<SendPage>& pages) {

@@ -192,8 +192,8 @@ absl::StatusOr<Frame> ParseOffer(absl::Span<const uint8_t> body) {
   return Frame(std::move(offer));
 }
 
-absl::StatusOr<Frame> ParseLast(absl::Span<const uint8_t> body) {
-  LastFrame last;
+absl::StatusOr<Frame> ParseTrailer(absl::Span<const uint8_t> body) {
+  TrailerFrame trailer;
   const uint64_t manifest_bytes = Load32(&body[0]);
   const uint64_t runs = Load32(&body[4]);
   const uint64_t withdrawn = Load32(&body[8]);
@@ -203,10 +203,10 @@ absl::StatusOr<Frame> ParseLast(absl::Span<const uint8_t> body) {
   KV_RETURN_IF_ERROR(CheckZero(FrameType::kLast, Load32(&body[12])));
   const size_t withdrawn_at = kLastFixedBytes + kRunBytes * runs;
   KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kLast, body.size(), withdrawn_at + 4 * withdrawn + manifest_bytes));
-  KV_ASSIGN_OR_RETURN(last.part.page_bytes, ParseRuns(&body[kLastFixedBytes], runs));
-  last.part.withdrawn = ParseList(&body[withdrawn_at], withdrawn);
-  last.part.manifest.assign(body.end() - manifest_bytes, body.end());
-  return Frame(std::move(last));
+  KV_ASSIGN_OR_RETURN(trailer.part.page_bytes, ParseRuns(&body[kLastFixedBytes], runs));
+  trailer.part.withdrawn = ParseList(&body[withdrawn_at], withdrawn);
+  trailer.part.manifest.assign(body.end() - manifest_bytes, body.end());
+  return Frame(std::move(trailer));
 }
 
 absl::StatusOr<PageBitmap> ParseBitmap(FrameType type, uint64_t pages, absl::Span<const uint8_t> bytes) {
@@ -426,7 +426,7 @@ absl::StatusOr<Frame> ParseFrame(absl::Span<const uint8_t> bytes) {
     case FrameType::kAccept:
       return ParseAccept(body);
     case FrameType::kLast:
-      return ParseLast(body);
+      return ParseTrailer(body);
     case FrameType::kExtended:
       return ParseExtended(body);
     case FrameType::kPages:
@@ -512,7 +512,7 @@ std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& 
   return Sealed(std::move(out += part.manifest));
 }
 
-std::string EncodeLast(const HandOffPart& part) {
+std::string EncodeTrailer(const HandOffPart& part) {
   std::string out = HeaderString(FrameType::kLast, kLastFixedBytes + kRunBytes * part.page_bytes.runs().size() +
                                                        4 * part.withdrawn.size() + part.manifest.size());
   Append(out, part.manifest.size(), 4);

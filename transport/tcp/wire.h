@@ -220,7 +220,7 @@ struct AcceptFrame {
   PageBitmap wanted;
   std::string local_name = {};
 };
-struct LastFrame {
+struct TrailerFrame {
   HandOffPart part;
 };
 struct ExtendedFrame {
@@ -270,7 +270,7 @@ struct ProbeFrame {};
 struct LoadFrame {
   ReceiverLoad load;
 };
-using Frame = std::variant<HelloFrame, OfferFrame, JoinFrame, WaitingFrame, AcceptFrame, LastFrame, ExtendedFrame,
+using Frame = std::variant<HelloFrame, OfferFrame, JoinFrame, WaitingFrame, AcceptFrame, TrailerFrame, ExtendedFrame,
                            PagesFrame, GotFrame, JoinedFrame, PingFrame, DoneFrame, ErrorFrame, CancelFrame, ProbeFrame,
                            LoadFrame, RegionFrame, LocalFrame, MemoryFrame>;
 
@@ -287,13 +287,13 @@ absl::StatusOr<Frame> ParseFrame(absl::Span<const uint8_t> bytes);
 /// OK if a peer that said `hello` can be spoken to; UNIMPLEMENTED naming both versions if not.
 absl::Status CheckVersion(const HelloFrame& hello);
 
-/// OK if `part` is within its limits; `pages_before` of a trailer: those of the first.
+/// OK if `part` is within its limits; `pages_before` of a trailer: those of the header.
 absl::Status CheckPart(const HandOffPart& part, size_t pages_before);
 
 std::string EncodeHello(const HelloFrame& hello);
 /// REQUIRES: the parts passed CheckPart.
 std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& part, const HostId& host = {});
-std::string EncodeLast(const HandOffPart& part);
+std::string EncodeTrailer(const HandOffPart& part);
 std::string EncodeJoin(const JoinFrame& join);
 /// Texts longer than kErrorTextBytesMax are cut. REQUIRES: !why.ok().
 std::string EncodeWaiting(const absl::Status& why);

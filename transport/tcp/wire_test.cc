@@ -54,7 +54,7 @@ std::vector<std::string> Examples() {
           EncodeJoin({kExampleToken, 3}),
           EncodeWaiting(error),
           EncodeAccept({1 << 20, 4, "ticket", BitmapOf(10, {0, 7, 9})}),
-          EncodeLast(ExampleLast()),
+          EncodeTrailer(ExampleLast()),
           EncodeExtended({BitmapOf(2, {1})}),
           ExamplePages(),
           EncodeGot(99, {1, 2, 3}),
@@ -99,7 +99,7 @@ TEST(Wire, RoundTrips) {
   EXPECT_EQ(offer.room_ms, 7);
   EXPECT_EQ(offer.part.manifest, "manifest");
   EXPECT_TRUE(offer.part.page_bytes == (PageSizes{5, 1}));
-  const LastFrame last = Parsed<LastFrame>(EncodeLast(ExampleLast()));
+  const TrailerFrame last = Parsed<TrailerFrame>(EncodeTrailer(ExampleLast()));
   EXPECT_TRUE(last.part.page_bytes == (PageSizes{5, 1}));
   EXPECT_EQ(last.part.withdrawn, (std::vector<uint32_t>{0, 3}));
   EXPECT_EQ(last.part.manifest, "manifest");
@@ -195,7 +195,7 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(offer, 0, 19, 1), "frame type");
   ExpectInvalid(Poke(offer, 0, 0, 1), "frame type");
   ExpectInvalid(Poke(offer, 1, 1, 1), "frame reserved");
-  const std::string last = EncodeLast(ExampleLast());
+  const std::string last = EncodeTrailer(ExampleLast());
   ExpectInvalid(Poke(last, 16 + 8, HandOffPart::kPagesMax + 1, 4), "withdrawn pages");
   ExpectInvalid(Poke(last, 16 + 8, 1, 4), "LAST body bytes");
   const std::string accept = EncodeAccept({1 << 20, 4, "ticket", BitmapOf(10, {0, 7, 9})});
@@ -259,9 +259,9 @@ TEST(Wire, RunsOfPagesAreShort) {
   EXPECT_EQ(offer.size(), EncodeOffer(kExampleToken, 7, ExamplePart(), {}).size() + 8);  // three runs, not two
   EXPECT_TRUE(Parsed<OfferFrame>(offer).part.page_bytes == part.page_bytes);
   part.withdrawn = {7};
-  EXPECT_TRUE(Parsed<LastFrame>(EncodeLast(part)).part.page_bytes == part.page_bytes);
+  EXPECT_TRUE(Parsed<TrailerFrame>(EncodeTrailer(part)).part.page_bytes == part.page_bytes);
   part.page_bytes = {};
-  EXPECT_TRUE(Parsed<LastFrame>(EncodeLast(part)).part.page_bytes.empty());
+  EXPECT_TRUE(Parsed<TrailerFrame>(EncodeTrailer(part)).part.page_bytes.empty());
 }
 
 TEST(Wire, PartsAreChecked) {
