@@ -64,7 +64,7 @@ struct SocketStream::Body {
     if (memory != nullptr) memory->GiveBack(bytes);
   }
   kj::Array<capnp::word> words;
-  std::shared_ptr<MessageMemory> memory;  // nullptr: booked nowhere
+  std::shared_ptr<MessageMemory> memory;  // nullptr: reserved nowhere
 };
 
 struct SocketStream::Rest {
@@ -128,7 +128,7 @@ kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> SocketStream::Read(kj::ArrayP
     if (wanted_bytes_ != 0) {
       return memory_->Take(wanted_bytes_).then([this, fd_space, options] {
         wanted_bytes_ = 0;
-        booked_ = true;
+        reserved_ = true;
         return Read(fd_space, options);
       });
     }
@@ -179,11 +179,11 @@ bool SocketStream::Assemble(const capnp::ReaderOptions& options) {
     const uint64_t bytes = words * sizeof(capnp::word);
     KJ_REQUIRE(memory_ == nullptr || bytes <= memory_->bytes_max(), "a message is larger than this side accepts now",
                bytes);
-    if (memory_ != nullptr && !booked_ && !memory_->TryTake(bytes)) {
+    if (memory_ != nullptr && !reserved_ && !memory_->TryTake(bytes)) {
       wanted_bytes_ = bytes;
       return false;
     }
-    booked_ = false;
+    reserved_ = false;
     words_ = kj::heapArray<capnp::word>(words);
     message_start_ = received_ - have;
     filled_bytes_ = std::min<size_t>(have, words * sizeof(capnp::word));

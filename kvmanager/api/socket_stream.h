@@ -33,20 +33,20 @@
 
 namespace kvmanager {
 
-/// Where the memory of a message is booked before it is taken. The stream's thread.
+/// Where the memory of a message is reserved before it is taken. The stream's thread.
 class MessageMemory {
  public:
   virtual ~MessageMemory() = default;
   /// The most that a message that begins now may have.
   virtual uint64_t bytes_max() const = 0;
-  /// Whether so many bytes are booked now.
+  /// Whether so many bytes are reserved now.
   virtual bool TryTake(uint64_t bytes) = 0;
-  /// Resolves once they are. What is booked when the promise is dropped stays so.
+  /// Resolves once they are. What is reserved when the promise is dropped stays so.
   virtual kj::Promise<void> Take(uint64_t bytes) = 0;
   virtual void GiveBack(uint64_t bytes) = 0;
   /// More of a message has arrived: whether all of it has.
   virtual void NoteReceived(bool whole) = 0;
-  /// A message of kKeptBytesMin and more is whole. Its memory, and what is booked for it, may be kept for longer than
+  /// A message of kKeptBytesMin and more is whole. Its memory, and what is reserved for it, may be kept for longer than
   /// its reader.
   virtual void NoteWhole(kj::ArrayPtr<const kj::byte> bytes, const std::shared_ptr<const void>& memory) = 0;
   static constexpr size_t kKeptBytesMin = 1 << 20;
@@ -62,7 +62,7 @@ class SocketStream final : public capnp::MessageStream {
   static constexpr size_t kFdsPerReadMax = 4;      // what the kernel may hand over at once; more are closed by it
 
   /// `fd` and `write_fd`: one non-blocking stream socket, twice (dup), because an event port watches a descriptor once.
-  /// Both must outlive the stream. The port must belong to this thread. memory: where messages that are read book
+  /// Both must outlive the stream. The port must belong to this thread. memory: where messages that are read reserve
   /// their bytes until they are destroyed; nullptr: nowhere. tls: of `fd`, after its handshake; outlives the stream;
   /// nullptr: plain. write_turn_bytes: that are written before the loop looks at others.
   SocketStream(kj::UnixEventPort& port, int fd, int write_fd, std::shared_ptr<MessageMemory> memory = nullptr,
@@ -125,8 +125,8 @@ class SocketStream final : public capnp::MessageStream {
   uint64_t received_ = 0;       // stream offset of the next byte from the socket
   uint64_t message_start_ = 0;  // stream offset of the message being put together
   kj::Array<capnp::word> words_;
-  uint64_t wanted_bytes_ = 0;  // of a message that waits for memory; it is booked once `booked_`
-  bool booked_ = false;
+  uint64_t wanted_bytes_ = 0;  // of a message that waits for memory; it is reserved once `reserved_`
+  bool reserved_ = false;
   bool other_speaks_tls_ = false;
   size_t turn_bytes_ = 0;   // that were read since the loop looked at others
   bool receiving_ = false;  // part of a message, as memory_ was told

@@ -177,7 +177,7 @@ class CacheService final : public api::Cache::Server {
                           absl::StrCat("at most ", limits::kReplyBytesMax, " bytes"));
       }
       KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room,
-                          session_->messages().BookReply(SessionMessages::BytesToBook(bytes)));
+                          session_->messages().ReserveReply(SessionMessages::BytesToReserve(bytes)));
       return room
           .then([this, layer, context](MessageShare::Charge charge) mutable {
             return MakeFactors(static_cast<int>(layer))

@@ -44,23 +44,23 @@ absl::StatusOr<std::unique_ptr<Region>> MakeRegion(uint64_t bytes) {
 }
 
 // The memory of an arena. The kernel takes long to give it, and to take it back: both are done in the background, and
-// what is booked for it is given back behind them. Destroyed on the loop's thread.
+// what is reserved for it is given back behind them. Destroyed on the loop's thread.
 struct ArenaRegion {
   struct Freeing {
     WorkerPool* background;
     MessageQueue* queue;
-    std::unique_ptr<ArenaMemory> booked;
+    std::unique_ptr<ArenaMemory> reserved;
     void operator()(Region* region) {
-      background->Post(WorkerPool::Priority::kEncode,
-                       [region = std::unique_ptr<Region>(region), queue = queue, booked = std::move(booked)]() mutable {
-                         region.reset();
-                         queue->Post([booked = std::move(booked)] {});
-                       });
+      background->Post(WorkerPool::Priority::kEncode, [region = std::unique_ptr<Region>(region), queue = queue,
+                                                       reserved = std::move(reserved)]() mutable {
+        region.reset();
+        queue->Post([reserved = std::move(reserved)] {});
+      });
     }
   };
 
   absl::Status status;
-  std::unique_ptr<ArenaMemory> booked;  // where there is no region
+  std::unique_ptr<ArenaMemory> reserved;  // where there is no region
   std::shared_ptr<Region> region;
 };
 
@@ -151,7 +151,7 @@ class DaemonService final : public api::Daemon::Server {
                                      if (region.ok()) {
                                        made.region.reset(region->release(), std::move(freeing));
                                      } else {
-                                       made.booked = std::move(freeing.booked);
+                                       made.reserved = std::move(freeing.reserved);
                                      }
                                      return made;
                                    })

@@ -235,7 +235,8 @@ absl::StatusOr<kj::Promise<void>> HostCalls::AttendWith(std::unique_ptr<AttendLe
   if (step.q.where == StepTensor::Where::kInline) {
     call->KeepRequest(session->messages().requests()->KeepRequest(step.q.bytes.data()));
   }
-  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session->messages().BookReply(call->bytes_to_book()));
+  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room,
+                      session->messages().ReserveReply(call->bytes_to_reserve()));
   kj::Promise<void> ran = room.then([call, context](MessageShare::Charge charge) mutable {
     kj::Promise<void> begun = call->Begin(std::move(charge));
     context.releaseParams();

@@ -13,7 +13,7 @@ constexpr char kWaitingHelp[] = "Requests and replies that wait for memory";
 
 }  // namespace
 
-// In the room's list until it is booked or nobody wants it any more.
+// In the room's list until it is reserved or nobody wants it any more.
 class MessageRoom::Waiting {
  public:
   Waiting(kj::PromiseFulfiller<MessageShare::Charge>& fulfiller, std::shared_ptr<MessageShare> share, uint64_t bytes)
@@ -141,7 +141,7 @@ bool MessageShare::TryTake(uint64_t bytes) {
 }
 
 kj::Promise<void> MessageShare::Take(uint64_t bytes) {
-  return Book(bytes).then([this](Charge charge) {
+  return Reserve(bytes).then([this](Charge charge) {
     used_ += charge.bytes();  // kept, while the charge gives back its own
     room_->used_ += charge.bytes();
   });
@@ -171,7 +171,7 @@ std::shared_ptr<const void> MessageShare::KeepRequest(const uint8_t* at) {
   return nullptr;
 }
 
-kj::Promise<MessageShare::Charge> MessageShare::Book(uint64_t bytes) {
+kj::Promise<MessageShare::Charge> MessageShare::Reserve(uint64_t bytes) {
   if (TryTake(bytes)) return Charge(shared_from_this(), bytes);
   auto waiting = kj::newAdaptedPromise<Charge, MessageRoom::Waiting>(shared_from_this(), bytes);
   room_->Admit();  // those before it may wait for their own shares alone

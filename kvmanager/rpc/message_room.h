@@ -77,7 +77,7 @@ class MessageRoom {
   /// Those that wait and fit now, in their order: one that lacks room keeps those behind it waiting, or those of its
   /// share if only this lacks room.
   void Admit();
-  /// Of what is used beyond the bound, cuts off the largest use that nobody booked.
+  /// Of what is used beyond the bound, cuts off the largest use that nobody reserved.
   void CutOffLargest();
 
   const Bounds bounds_;
@@ -91,7 +91,7 @@ class MessageRoom {
 
 class MessageShare final : public MessageMemory, public std::enable_shared_from_this<MessageShare> {
  public:
-  /// Memory that is booked; given back when destroyed.
+  /// Memory that is reserved; given back when destroyed.
   class Charge {
    public:
     Charge() = default;
@@ -108,7 +108,7 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
     void Shrink(uint64_t bytes);
     /// The caller gives them back.
     uint64_t Release() { return std::exchange(bytes_, 0); }
-    /// Memory for a reply that is booked here. Errors: RESOURCE_EXHAUSTED.
+    /// Memory for a reply that is reserved here. Errors: RESOURCE_EXHAUSTED.
     absl::StatusOr<ReplyBuffer> Make(absl::string_view what, size_t bytes);
     /// Of Make: nobody uses it any more.
     void Keep(ReplyBuffer buffer);
@@ -140,8 +140,8 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
   std::shared_ptr<const void> KeepRequest(const uint8_t* at);
 
   // Replies.
-  /// Resolves once so many bytes are booked. Dropping the promise gives them back.
-  kj::Promise<Charge> Book(uint64_t bytes);
+  /// Resolves once so many bytes are reserved. Dropping the promise gives them back.
+  kj::Promise<Charge> Reserve(uint64_t bytes);
   /// Memory that a reply refers to instead of holding a copy.
   using Lent = absl::InlinedVector<ReplyBuffer, 2>;
   /// A reply that refers to `lent` was handed to the network. They and their charge stay until it was written, or until
@@ -151,7 +151,7 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
   /// The network has nothing to send, and every call that has lent something has handed its reply to it: what is left
   /// belongs to calls that were cancelled.
   void DropUnsent();
-  /// `unsent`: bytes of all replies that wait to be sent, booked or not.
+  /// `unsent`: bytes of all replies that wait to be sent, reserved or not.
   void NoteUnsent(uint64_t unsent);
   /// A message of these segments was written; at most `unsent` bytes of others are left. To be told of messages of
   /// kOwnBytes and more, and of all while counts_unsent().
@@ -171,8 +171,8 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
   MessageRoom* const room_;
   absl::AnyInvocable<void()> cut_off_;  // empty: cut off, or gone
   uint64_t bytes_max_ = UINT64_MAX;
-  uint64_t used_ = 0;     // booked
-  uint64_t counted_ = 0;  // of what is not booked, in the room's sum
+  uint64_t used_ = 0;     // reserved
+  uint64_t counted_ = 0;  // of what is not reserved, in the room's sum
   uint64_t sending_bytes_ = 0;
   int64_t since_ns_ = 0;  // a request began to arrive, or a reply was last taken while others are to be sent; 0: none
   int64_t received_ns_ = 0;  // more of this request arrived; 0: there is none
@@ -182,7 +182,7 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
   };
   std::vector<Request> requests_;  // large ones, some of which may be gone
   struct Sending {
-    uint64_t bytes;  // booked
+    uint64_t bytes;  // reserved
     Lent lent;
   };
   std::vector<Sending> sending_;

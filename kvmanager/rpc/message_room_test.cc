@@ -28,18 +28,19 @@ class MessageRoomTest : public ::testing::Test {
     cut_off_.push_back(0);
     return std::make_shared<MessageShare>(&room_, [this, at] { ++cut_off_[at]; });
   }
-  /// What was booked by one call of Book, once it is.
-  struct Booking {
+  /// What was reserved by one call of Reserve, once it is.
+  struct Reserving {
     std::optional<MessageShare::Charge> charge;
     kj::Promise<void> waiting = nullptr;
   };
-  std::unique_ptr<Booking> Book(MessageShare& share, uint64_t bytes) {
-    auto booking = std::make_unique<Booking>();
-    booking->waiting = share.Book(bytes)
-                           .then([to = booking.get()](MessageShare::Charge charge) { to->charge = std::move(charge); })
-                           .eagerlyEvaluate(nullptr);
+  std::unique_ptr<Reserving> Reserve(MessageShare& share, uint64_t bytes) {
+    auto reserving = std::make_unique<Reserving>();
+    reserving->waiting =
+        share.Reserve(bytes)
+            .then([to = reserving.get()](MessageShare::Charge charge) { to->charge = std::move(charge); })
+            .eagerlyEvaluate(nullptr);
     loop_.RunReady();
-    return booking;
+    return reserving;
   }
   /// A message with one segment of memory that is lent, or not.
   class Reply {
@@ -58,8 +59,8 @@ class MessageRoomTest : public ::testing::Test {
     share.SendWith(std::move(charge), std::move(lent));
     return reply;
   }
-  void GiveBack(Booking& booking) {
-    booking.charge.reset();
+  void GiveBack(Reserving& reserving) {
+    reserving.charge.reset();
     loop_.RunReady();
   }
 
@@ -72,7 +73,7 @@ class MessageRoomTest : public ::testing::Test {
 
 TEST_F(MessageRoomTest, AShareHasItsBoundOrASingleMessage) {
   const auto share = Share();
-  const auto first = Book(*share, 3 * kMiB), second = Book(*share, 2 * kMiB), third = Book(*share, kMiB);
+  const auto first = Reserve(*share, 3 * kMiB), second = Reserve(*share, 2 * kMiB), third = Reserve(*share, kMiB);
   EXPECT_TRUE(first->charge.has_value());
   EXPECT_FALSE(second->charge.has_value());
   EXPECT_FALSE(third->charge.has_value());  // it fits, but came later
@@ -82,23 +83,23 @@ TEST_F(MessageRoomTest, AShareHasItsBoundOrASingleMessage) {
   EXPECT_TRUE(third->charge.has_value());
   GiveBack(*second);
   GiveBack(*third);
-  EXPECT_TRUE(Book(*share, 6 * kMiB)->charge.has_value());
+  EXPECT_TRUE(Reserve(*share, 6 * kMiB)->charge.has_value());
   EXPECT_EQ(room_.used_bytes(), 0);
 }
 
 TEST_F(MessageRoomTest, AShareAtItsBoundKeepsNoOtherWaiting) {
   const auto greedy = Share(), other = Share();
-  const auto first = Book(*greedy, 4 * kMiB), second = Book(*greedy, 4 * kMiB);
+  const auto first = Reserve(*greedy, 4 * kMiB), second = Reserve(*greedy, 4 * kMiB);
   EXPECT_FALSE(second->charge.has_value());
-  EXPECT_TRUE(Book(*other, 4 * kMiB)->charge.has_value());
+  EXPECT_TRUE(Reserve(*other, 4 * kMiB)->charge.has_value());
 }
 
 TEST_F(MessageRoomTest, TheFirstThatWaitsIsServedFirst) {
   const auto a = Share(), b = Share(), c = Share();
-  const auto of_a = Book(*a, 4 * kMiB), of_b = Book(*b, 3 * kMiB);
-  const auto large = Book(*c, 3 * kMiB);
+  const auto of_a = Reserve(*a, 4 * kMiB), of_b = Reserve(*b, 3 * kMiB);
+  const auto large = Reserve(*c, 3 * kMiB);
   EXPECT_FALSE(large->charge.has_value());
-  const auto small = Book(*b, kMiB);
+  const auto small = Reserve(*b, kMiB);
   EXPECT_FALSE(small->charge.has_value()) << "a small one that fits has overtaken";
   EXPECT_FALSE(b->TryTake(kMiB));
   EXPECT_TRUE(c->TryTake(MessageRoom::kOwnBytes)) << "a share's own bytes are there whatever others use";
@@ -110,13 +111,13 @@ TEST_F(MessageRoomTest, TheFirstThatWaitsIsServedFirst) {
 
 TEST_F(MessageRoomTest, WhoIsNotInterestedAnyMoreDoesNotWait) {
   const auto a = Share(), b = Share();
-  const auto first = Book(*a, 4 * kMiB), second = Book(*b, 4 * kMiB);
-  auto dropped = Book(*a, 2 * kMiB);
+  const auto first = Reserve(*a, 4 * kMiB), second = Reserve(*b, 4 * kMiB);
+  auto dropped = Reserve(*a, 2 * kMiB);
   EXPECT_EQ(room_.waiting(), 1);
   dropped.reset();
   EXPECT_EQ(room_.waiting(), 0);
   // One that is granted, and dropped before it is told.
-  auto granted = a->Book(kMiB);
+  auto granted = a->Reserve(kMiB);
   first->charge->Shrink(0);
   { const auto gone = kj::mv(granted); }
   EXPECT_EQ(room_.used_bytes(), 4 * kMiB);
@@ -124,9 +125,9 @@ TEST_F(MessageRoomTest, WhoIsNotInterestedAnyMoreDoesNotWait) {
 
 TEST_F(MessageRoomTest, AReplyIsBookedUntilItIsWritten) {
   const auto share = Share();
-  auto booking = Book(*share, 4 * kMiB);
-  booking->charge->Shrink(2 * kMiB);
-  const Reply reply = Send(*share, *std::move(booking->charge));
+  auto reserving = Reserve(*share, 4 * kMiB);
+  reserving->charge->Shrink(2 * kMiB);
+  const Reply reply = Send(*share, *std::move(reserving->charge));
   EXPECT_EQ(room_.used_bytes(), 2 * kMiB);
   share->NoteUnsent(2 * kMiB + MessageRoom::kOwnBytes);
   EXPECT_FALSE(share->counts_unsent());
@@ -147,7 +148,7 @@ TEST_F(MessageRoomTest, AReplyIsBookedUntilItIsWritten) {
 
 TEST_F(MessageRoomTest, WhatARepliesCancelledCallHasLentGoes) {
   const auto share = Share();
-  Send(*share, *std::move(Book(*share, 2 * kMiB)->charge));
+  Send(*share, *std::move(Reserve(*share, 2 * kMiB)->charge));
   share->NoteUnsent(0);
   EXPECT_EQ(room_.used_bytes(), 2 * kMiB) << "the reply may not be in the network yet";
   share->DropUnsent();
@@ -157,7 +158,7 @@ TEST_F(MessageRoomTest, WhatARepliesCancelledCallHasLentGoes) {
 
 TEST_F(MessageRoomTest, WhatIsLentStaysUntilTheConnectionIsTakenApart) {
   auto share = Share();
-  Send(*share, *std::move(Book(*share, 2 * kMiB)->charge));
+  Send(*share, *std::move(Reserve(*share, 2 * kMiB)->charge));
   share->Detach();
   EXPECT_EQ(room_.used_bytes(), 2 * kMiB) << "the network still refers to it";
   share = nullptr;
@@ -167,13 +168,13 @@ TEST_F(MessageRoomTest, WhatIsLentStaysUntilTheConnectionIsTakenApart) {
 TEST_F(MessageRoomTest, CutsOffWhoTakesNoReplyWhileOthersWait) {
   auto stalled = Share();
   const auto alive = Share(), other = Share();
-  Send(*stalled, *std::move(Book(*stalled, 4 * kMiB)->charge));
+  Send(*stalled, *std::move(Reserve(*stalled, 4 * kMiB)->charge));
   clock_.ms += MessageRoom::kSlowMs - 1;
-  const Reply taken = Send(*alive, *std::move(Book(*alive, 3 * kMiB)->charge));
+  const Reply taken = Send(*alive, *std::move(Reserve(*alive, 3 * kMiB)->charge));
   clock_.ms += 1;
   room_.Look(room_.keeps_waiting());
   EXPECT_EQ(cut_off_, (std::vector<int>{0, 0, 0})) << "nobody waits";
-  const auto waits = Book(*other, 2 * kMiB);
+  const auto waits = Reserve(*other, 2 * kMiB);
   room_.Look(room_.keeps_waiting());
   EXPECT_EQ(cut_off_, (std::vector<int>{1, 0, 0}));
   room_.Look(room_.keeps_waiting());
@@ -187,7 +188,7 @@ TEST_F(MessageRoomTest, CutsOffWhoTakesNoReplyWhileOthersWait) {
 // Who takes no replies keeps the memory of requests, too, which wait for room for theirs.
 TEST_F(MessageRoomTest, CutsOffWhoTakesNoReplyWhileOthersWaitForTheOtherRoom) {
   auto stalled = Share();
-  Send(*stalled, *std::move(Book(*stalled, 4 * kMiB)->charge));
+  Send(*stalled, *std::move(Reserve(*stalled, 4 * kMiB)->charge));
   clock_.ms += MessageRoom::kSlowMs;
   EXPECT_FALSE(room_.keeps_waiting());
   room_.Look(false);
@@ -204,7 +205,7 @@ TEST_F(MessageRoomTest, CutsOffWhoDoesNotEndARequestWhileOthersWait) {
     share->NoteReceived(/*whole=*/false);
   }
   done->NoteReceived(/*whole=*/true);
-  const auto waits = Book(*other, 3 * kMiB);
+  const auto waits = Reserve(*other, 3 * kMiB);
   for (int64_t ms = 1; ms < MessageRoom::kSlowMs; ++ms) {
     ++clock_.ms;
     if (ms % 1000 == 0) slow->NoteReceived(/*whole=*/false);
@@ -219,7 +220,7 @@ TEST_F(MessageRoomTest, CutsOffWhoDoesNotEndARequestWhileOthersWait) {
 
 TEST_F(MessageRoomTest, CutsOffTheLargestPartThatNobodyBooked) {
   const auto a = Share(), b = Share();
-  const auto booked = Book(*a, 4 * kMiB);
+  const auto reserved = Reserve(*a, 4 * kMiB);
   b->NoteUnsent(3 * kMiB);
   EXPECT_EQ(cut_off_, (std::vector<int>{0, 0}));
   a->NoteUnsent(2 * kMiB);  // 9 MiB
@@ -240,7 +241,7 @@ TEST_F(MessageRoomTest, RandomOperations) {
     struct Live {
       size_t share;
       uint64_t bytes;
-      std::unique_ptr<Booking> booking;
+      std::unique_ptr<Reserving> reserving;
     };
     std::vector<Live> live;
     std::vector<std::pair<size_t, uint64_t>> taken;
@@ -249,7 +250,7 @@ TEST_F(MessageRoomTest, RandomOperations) {
       switch (upto(4)) {
         case 0: {
           const uint64_t bytes = 1 + upto(5 * kMiB);
-          live.push_back({at, bytes, Book(*shares[at], bytes)});
+          live.push_back({at, bytes, Reserve(*shares[at], bytes)});
           break;
         }
         case 1:
@@ -275,7 +276,7 @@ TEST_F(MessageRoomTest, RandomOperations) {
       std::map<size_t, uint64_t> of_share;
       size_t waiting = 0;
       for (const Live& each : live) {
-        if (!each.booking->charge.has_value()) {
+        if (!each.reserving->charge.has_value()) {
           ++waiting;
           continue;
         }
@@ -299,7 +300,7 @@ TEST_F(MessageRoomTest, RandomOperations) {
     loop_.RunReady();
     while (!live.empty()) {
       const size_t before = live.size();
-      std::erase_if(live, [](const Live& each) { return each.booking->charge.has_value(); });
+      std::erase_if(live, [](const Live& each) { return each.reserving->charge.has_value(); });
       ASSERT_LT(live.size(), before) << "those that wait are not served though nothing is used";
       loop_.RunReady();
     }
@@ -311,14 +312,14 @@ TEST_F(MessageRoomTest, RandomOperations) {
 TEST_F(MessageRoomTest, KeepsMemoryForFurtherReplies) {
   const auto share = Share();
   const auto make = [&](uint64_t bytes) {
-    const auto booking = Book(*share, ReplyMemory::BytesFor(bytes));
-    KV_CHECK(booking->charge.has_value());
+    const auto reserving = Reserve(*share, ReplyMemory::BytesFor(bytes));
+    KV_CHECK(reserving->charge.has_value());
     MessageShare::Lent lent;
-    lent.push_back(*booking->charge->Make("a reply", bytes));
+    lent.push_back(*reserving->charge->Make("a reply", bytes));
     EXPECT_EQ(lent.front().size(), bytes);
     const Reply reply(lent.front().data());
     const uint8_t* const data = lent.front().data();
-    share->SendWith(*std::move(booking->charge), std::move(lent));
+    share->SendWith(*std::move(reserving->charge), std::move(lent));
     return std::pair(data, reply);
   };
   const auto [first, sent] = make(2 * kMiB);
@@ -337,7 +338,7 @@ TEST_F(MessageRoomTest, KeepsMemoryForFurtherReplies) {
   EXPECT_EQ(room_.kept_bytes(), 2 * kMiB);
   // Together with what is used it stays within the bound.
   const auto other = Share();
-  const auto most = Book(*other, 4 * kMiB), rest = Book(*share, 2 * kMiB + kMiB / 2);
+  const auto most = Reserve(*other, 4 * kMiB), rest = Reserve(*share, 2 * kMiB + kMiB / 2);
   ASSERT_TRUE(rest->charge.has_value());
   const auto made = rest->charge->Make("a reply", 2 * kMiB + kMiB / 2);
   ASSERT_TRUE(made.ok());
@@ -346,15 +347,15 @@ TEST_F(MessageRoomTest, KeepsMemoryForFurtherReplies) {
 
 TEST_F(MessageRoomTest, GivesBackMemoryThatNobodyWants) {
   const auto share = Share();
-  auto booking = Book(*share, 3 * kMiB);
-  booking->charge->Keep(*booking->charge->Make("a reply", 3 * kMiB));
-  booking->charge->Keep(ReplyBuffer(AlignedBuffer(6 * kMiB)));
+  auto reserving = Reserve(*share, 3 * kMiB);
+  reserving->charge->Keep(*reserving->charge->Make("a reply", 3 * kMiB));
+  reserving->charge->Keep(ReplyBuffer(AlignedBuffer(6 * kMiB)));
   EXPECT_EQ(room_.kept_bytes(), 9 * kMiB);
   room_.Look(room_.keeps_waiting());
   EXPECT_EQ(room_.kept_bytes(), 9 * kMiB) << "some was wanted since the last look";
   room_.Look(room_.keeps_waiting());
   EXPECT_EQ(room_.kept_bytes(), 0u) << "the oldest goes first, in whole buffers";
-  GiveBack(*booking);
+  GiveBack(*reserving);
 }
 
 }  // namespace

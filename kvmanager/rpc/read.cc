@@ -89,8 +89,8 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   }
 
   // For rows that go inline, and their reply.
-  uint64_t bytes_to_book() const {
-    return (uint64_t{!read_.k.given()} + uint64_t{!read_.v.given()}) * SessionMessages::BytesToBook(read_.bytes);
+  uint64_t bytes_to_reserve() const {
+    return (uint64_t{!read_.k.given()} + uint64_t{!read_.v.given()}) * SessionMessages::BytesToReserve(read_.bytes);
   }
 
   // charge: for bytes_to_book().
@@ -351,7 +351,8 @@ absl::StatusOr<kj::Promise<void>> Reads::Run(const std::shared_ptr<Session>& ses
   const StepCache& cache = bound.cache;
   KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, parts_.store->Load(cache.id, read.layer, read.entries));
   auto call = std::make_shared<ReadCall>(parts_, *session, cache, read, std::move(lease));
-  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session->messages().BookReply(call->bytes_to_book()));
+  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room,
+                      session->messages().ReserveReply(call->bytes_to_reserve()));
   context.releaseParams();
   // The pages are pinned as they are now; what kernels append to them comes first.
   absl::flat_hash_set<SequenceId> sequences;

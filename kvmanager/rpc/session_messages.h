@@ -61,7 +61,7 @@ class SessionMessages {
 
   /// Waits for memory for a call: what it keeps, and its reply. Errors: RESOURCE_EXHAUSTED if
   /// limits::kRepliesWaitingMax calls wait already. This outlives the promise.
-  absl::StatusOr<kj::Promise<MessageShare::Charge>> BookReply(uint64_t bytes) {
+  absl::StatusOr<kj::Promise<MessageShare::Charge>> ReserveReply(uint64_t bytes) {
     if (bytes == 0) return kj::Promise<MessageShare::Charge>(MessageShare::Charge());
     if (waiting_ >= limits::kRepliesWaitingMax) {
       return FieldError(absl::StatusCode::kResourceExhausted, "calls that wait for memory for their replies",
@@ -69,14 +69,14 @@ class SessionMessages {
     }
     // What a connection asks for next waits in its socket: calls under way are destroyed in one piece when it ends.
     if (++waiting_ == kWaitingToHold) many_wait_ = HoldReading();
-    return replies_->Book(bytes).attach(kj::defer([this] {
+    return replies_->Reserve(bytes).attach(kj::defer([this] {
       if (waiting_-- == kWaitingToHold) many_wait_ = nullptr;
     }));
   }
   /// From so many bytes on a reply refers to memory instead of holding a copy.
   static constexpr uint64_t kLentBytesMin = MessageRoom::kOwnBytes;
-  /// What a call books for bytes that it makes and answers with.
-  static uint64_t BytesToBook(uint64_t bytes) {
+  /// What a call reserves for bytes that it makes and answers with.
+  static uint64_t BytesToReserve(uint64_t bytes) {
     return bytes < kLentBytesMin ? 2 * bytes : ReplyMemory::BytesFor(bytes);
   }
 
@@ -87,7 +87,7 @@ class SessionMessages {
     return orphanage.referenceExternalData(data);
   }
   /// The call has written a reply with `parts`, of DataOf, and keeps nothing more. What the reply refers to stays, and
-  /// stays booked, until it is written. charge: for BytesToBook of each part, at least.
+  /// stays reserved, until it is written. charge: for BytesToReserve of each part, at least.
   void SendReply(MessageShare::Charge charge, MessageShare::Lent parts) {
     uint64_t bytes = 0;
     MessageShare::Lent lent;

@@ -146,9 +146,9 @@ StepCall::~StepCall() {
   charge_.Keep(std::move(lse_));
 }
 
-uint64_t StepCall::bytes_to_book() const {
-  return (step_.out.given() ? 0 : SessionMessages::BytesToBook(step_.out_bytes)) +
-         (step_.lse_inline ? SessionMessages::BytesToBook(step_.lse_bytes) : 0) +
+uint64_t StepCall::bytes_to_reserve() const {
+  return (step_.out.given() ? 0 : SessionMessages::BytesToReserve(step_.out_bytes)) +
+         (step_.lse_inline ? SessionMessages::BytesToReserve(step_.lse_bytes) : 0) +
          (copies_q() ? step_.q.bytes.size() : 0);
 }
 

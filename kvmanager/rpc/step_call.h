@@ -52,7 +52,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   void KeepRequest(std::shared_ptr<const void> request) { request_ = std::move(request); }
 
   /// For queries and outputs that it keeps, and the reply.
-  uint64_t bytes_to_book() const;
+  uint64_t bytes_to_reserve() const;
   /// charge: for bytes_to_book(). The request is read for the last time.
   kj::Promise<void> Begin(MessageShare::Charge charge);
   /// Nobody waits any more.
