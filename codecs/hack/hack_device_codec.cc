@@ -19,7 +19,7 @@ namespace kvmanager::hack {
 namespace {
 
 /// What lies on the device: offsets from its first byte.
-struct Places {
+struct Offsets {
   size_t heads = 0;    // HackDeviceHead [kv_heads]
   size_t prefill = 0;  // PrefillParams::format
 };
@@ -60,12 +60,12 @@ class PrefillSpace {
 
 class HackDeviceCodec final : public DeviceCodec {
  public:
-  HackDeviceCodec(const HackDeviceShape& shape, DeviceArray<uint8_t> memory, const Places& places,
+  HackDeviceCodec(const HackDeviceShape& shape, DeviceArray<uint8_t> memory, const Offsets& offsets,
                   const device::AttendKernels* attention, const device::PrefillKernels* prefill)
-      : shape_(shape), memory_(std::move(memory)), places_(places), attention_(attention), prefill_(prefill) {}
+      : shape_(shape), memory_(std::move(memory)), offsets_(offsets), attention_(attention), prefill_(prefill) {}
 
   const device::AttendKernels* attention(int) const override { return attention_; }
-  device::Prefill prefill(int) const override { return {prefill_, memory_.get() + places_.prefill}; }
+  device::Prefill prefill(int) const override { return {prefill_, memory_.get() + offsets_.prefill}; }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                       CUstream_st* stream) const override {
     return CudaStatus(LaunchHackEncode(shape_, heads(), items, count, declined, stream), "encoding HACK pages");
@@ -75,11 +75,13 @@ class HackDeviceCodec final : public DeviceCodec {
   }
 
  private:
-  const HackDeviceHead* heads() const { return reinterpret_cast<const HackDeviceHead*>(memory_.get() + places_.heads); }
+  const HackDeviceHead* heads() const {
+    return reinterpret_cast<const HackDeviceHead*>(memory_.get() + offsets_.heads);
+  }
 
   const HackDeviceShape shape_;
   const DeviceArray<uint8_t> memory_;
-  const Places places_;
+  const Offsets offsets_;
   const device::AttendKernels* const attention_;
   const device::PrefillKernels* const prefill_;
 };
@@ -90,25 +92,25 @@ std::unique_ptr<DeviceCodec> MakeHackDeviceCodec(const HackFormat& format) {
   const HackDeviceFormat made = MakeHackDeviceFormat(format);
   const device::PrefillKernels* const prefill = HackPrefillKernels(made);
   device::DeviceImage image;
-  Places places;
-  places.heads = image.Place(made.heads.size() * sizeof made.heads[0]);
-  std::copy(made.heads.begin(), made.heads.end(), image.At<HackDeviceHead>(places.heads));
+  Offsets offsets;
+  offsets.heads = image.Place(made.heads.size() * sizeof made.heads[0]);
+  std::copy(made.heads.begin(), made.heads.end(), image.At<HackDeviceHead>(offsets.heads));
   std::optional<PrefillSpace> space;
   if (prefill != nullptr && prefill->maps) {
     space.emplace(format.layout, &image);
-    places.prefill = image.Place(sizeof(zack_hack::ZackHackPrefillLayer));
+    offsets.prefill = image.Place(sizeof(zack_hack::ZackHackPrefillLayer));
   } else {
-    places.prefill = places.heads;
+    offsets.prefill = offsets.heads;
   }
   auto memory = AllocateOnDevice<uint8_t>(image.bytes().size(), nullptr);
   if (!memory.ok()) return nullptr;
   uint8_t* const base = memory->get();
   if (space) {
-    *image.At<zack_hack::ZackHackPrefillLayer>(places.prefill) = {
-        space->At(base), reinterpret_cast<const HackDeviceHead*>(base + places.heads)};
+    *image.At<zack_hack::ZackHackPrefillLayer>(offsets.prefill) = {
+        space->At(base), reinterpret_cast<const HackDeviceHead*>(base + offsets.heads)};
   }
   if (!CopyToDevice(image.bytes(), base).ok()) return nullptr;
-  return std::make_unique<HackDeviceCodec>(made.shape, *std::move(memory), places, HackAttentionKernels(format),
+  return std::make_unique<HackDeviceCodec>(made.shape, *std::move(memory), offsets, HackAttentionKernels(format),
                                            prefill);
 }
 

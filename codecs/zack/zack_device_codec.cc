@@ -28,7 +28,7 @@ constexpr uint32_t kUnitCost = 3072, kBytesOfCost = 8;
 constexpr uint32_t kWideProduct = device::kPrefillRawPageCost / 2, kNarrowProduct = kWideProduct * 5 / 8;
 
 /// Offsets on the device.
-struct Places {
+struct Offsets {
   size_t sides = 0, page_bytes = 0;
   std::vector<size_t> data;   // [layers] a MappedSpace, then a ZackDeviceHead for each KV head
   std::vector<size_t> heads;  // [layers] HeadCosts::heads
@@ -38,22 +38,22 @@ struct Places {
 class ZackDeviceCodec final : public DeviceCodec {
  public:
   ZackDeviceCodec(DeviceArray<uint8_t> memory, const ZackDeviceShape& shape, bool folds, std::vector<uint32_t> costs,
-                  std::vector<uint32_t> prefill_costs, Places places)
+                  std::vector<uint32_t> prefill_costs, Offsets offsets)
       : memory_(std::move(memory)),
         shape_(shape),
         costs_(std::move(costs)),
         prefill_costs_(std::move(prefill_costs)),
-        places_(std::move(places)),
+        offsets_(std::move(offsets)),
         kernels_(ZackAttentionKernels(shape.layout.head_dim)),
         prefill_kernels_(ZackPrefillKernels(shape.layout.head_dim, folds)) {}
 
   const AttendKernels* attention(int) const override { return kernels_; }
-  const void* attention_data(int layer) const override { return memory_.get() + places_.data[layer]; }
+  const void* attention_data(int layer) const override { return memory_.get() + offsets_.data[layer]; }
   HeadCosts head_costs(int layer) const override {
-    return {costs_.data(), reinterpret_cast<const uint16_t*>(memory_.get() + places_.heads[layer])};
+    return {costs_.data(), reinterpret_cast<const uint16_t*>(memory_.get() + offsets_.heads[layer])};
   }
   device::Prefill prefill(int layer) const override {
-    return {prefill_kernels_, reinterpret_cast<const ZackPrefillLayer*>(memory_.get() + places_.prefill) + layer,
+    return {prefill_kernels_, reinterpret_cast<const ZackPrefillLayer*>(memory_.get() + offsets_.prefill) + layer,
             prefill_costs_.data()};
   }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
@@ -69,7 +69,7 @@ class ZackDeviceCodec final : public DeviceCodec {
   const ZackDeviceShape shape_;
   const std::vector<uint32_t> costs_;          // HeadCosts::costs
   const std::vector<uint32_t> prefill_costs_;  // device::Prefill::costs
-  const Places places_;
+  const Offsets offsets_;
   const AttendKernels* const kernels_;
   const device::PrefillKernels* const prefill_kernels_;
 };
@@ -107,7 +107,7 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
   if (layout.page_tokens != kDevicePageTokens || (d != 64 && d != 128)) return nullptr;
 
   DeviceImage image;
-  Places places;
+  Offsets offsets;
   ZackDeviceShape shape;
   shape.layout = layout;
   const size_t matrix = size_t(d) * d, matrices = matrix * heads * sizeof(float);
@@ -119,12 +119,12 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
   };
   std::vector<Factors> factors;
   for (int l = 0; l < layers; ++l) {
-    places.data.push_back(image.Place(sizeof(MappedSpace) + heads * sizeof(ZackDeviceHead)));
-    places.heads.push_back(image.Place(heads * sizeof(uint16_t)));
+    offsets.data.push_back(image.Place(sizeof(MappedSpace) + heads * sizeof(ZackDeviceHead)));
+    offsets.heads.push_back(image.Place(heads * sizeof(uint16_t)));
     factors.push_back({image.Place(matrices), image.Place(matrices), image.Place(heads * packed_query_bytes)});
     for (int h = 0; h < heads; ++h) {
       const ZackHead& head = format.head(l, h);
-      image.At<ZackDeviceHead>(places.data[l] + sizeof(MappedSpace))[h] =
+      image.At<ZackDeviceHead>(offsets.data[l] + sizeof(MappedSpace))[h] =
           MakeZackDeviceHead(head.offset[0], head.rank[0], head.rank[1]);
       Pad(head.query, d, head.rank[0], d, image.At<float>(factors[l].query) + h * matrix);
       PackFactor(head.query.data(), d, head.rank[0], layout.dtype,
@@ -148,40 +148,40 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
         sides.push_back(of);
       }
     }
-    uint16_t* const order = image.At<uint16_t>(places.heads[l]);
+    uint16_t* const order = image.At<uint16_t>(offsets.heads[l]);
     std::iota(order, order + heads, uint16_t{0});
     std::stable_sort(order, order + heads, [&](int a, int b) { return CostOf(format, l, a) > CostOf(format, l, b); });
     for (int i = 0; i < heads; ++i) {
       costs[i] += CostOf(format, l, order[i]), prefill_costs[i] += PrefillCostOf(format, l, order[i]);
     }
   }
-  places.sides = image.Place(sides.size() * sizeof sides[0]);
-  std::copy(sides.begin(), sides.end(), image.At<ZackDeviceSide>(places.sides));
-  places.page_bytes = image.Place(layers * sizeof(uint32_t));
-  std::copy(format.page_bytes.begin(), format.page_bytes.end(), image.At<uint32_t>(places.page_bytes));
-  places.prefill = image.Place(layers * sizeof(ZackPrefillLayer));
+  offsets.sides = image.Place(sides.size() * sizeof sides[0]);
+  std::copy(sides.begin(), sides.end(), image.At<ZackDeviceSide>(offsets.sides));
+  offsets.page_bytes = image.Place(layers * sizeof(uint32_t));
+  std::copy(format.page_bytes.begin(), format.page_bytes.end(), image.At<uint32_t>(offsets.page_bytes));
+  offsets.prefill = image.Place(layers * sizeof(ZackPrefillLayer));
 
   auto memory = AllocateOnDevice<uint8_t>(image.bytes().size(), nullptr);
   if (!memory.ok()) return nullptr;
   uint8_t* const base = memory->get();
   for (int l = 0; l < layers; ++l) {
-    MappedSpace& space = *image.At<MappedSpace>(places.data[l]);
+    MappedSpace& space = *image.At<MappedSpace>(offsets.data[l]);
     space.query = reinterpret_cast<const float*>(base + factors[l].query);
     space.output = reinterpret_cast<const float*>(base + factors[l].output);
     space.folds = format.parameters.fold ? 1 : 0;
-    ZackPrefillLayer& prefill = image.At<ZackPrefillLayer>(places.prefill)[l];
-    prefill.heads = reinterpret_cast<const ZackDeviceHead*>(base + places.data[l] + sizeof(MappedSpace));
-    prefill.sides = reinterpret_cast<const ZackDeviceSide*>(base + places.sides) + size_t(l) * heads * 2;
+    ZackPrefillLayer& prefill = image.At<ZackPrefillLayer>(offsets.prefill)[l];
+    prefill.heads = reinterpret_cast<const ZackDeviceHead*>(base + offsets.data[l] + sizeof(MappedSpace));
+    prefill.sides = reinterpret_cast<const ZackDeviceSide*>(base + offsets.sides) + size_t(l) * heads * 2;
     prefill.base = base;
     prefill.query = base + factors[l].packed_query;
     prefill.query_bytes = packed_query_bytes;
   }
   shape.factors = base;
-  shape.sides = reinterpret_cast<const ZackDeviceSide*>(base + places.sides);
-  shape.page_bytes = reinterpret_cast<const uint32_t*>(base + places.page_bytes);
+  shape.sides = reinterpret_cast<const ZackDeviceSide*>(base + offsets.sides);
+  shape.page_bytes = reinterpret_cast<const uint32_t*>(base + offsets.page_bytes);
   if (!CopyToDevice(image.bytes(), base).ok()) return nullptr;
   return std::make_unique<ZackDeviceCodec>(*std::move(memory), shape, format.parameters.fold, Means(costs, layers),
-                                           Means(prefill_costs, layers), std::move(places));
+                                           Means(prefill_costs, layers), std::move(offsets));
 }
 
 }  // namespace kvmanager::zack

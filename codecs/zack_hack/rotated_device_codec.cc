@@ -13,41 +13,41 @@ constexpr size_t kRotatedBytes = size_t{32} << 20;
 
 }  // namespace
 
-RotationPlaces PlaceRotations(const RotatedCodec& codec, device::DeviceImage* image) {
+RotationOffsets PlaceRotations(const RotatedCodec& codec, device::DeviceImage* image) {
   const PageLayout& layout = codec.layout();
   const int d = layout.head_dim, heads = layout.kv_heads, layers = codec.layers();
   const size_t matrix = size_t(d) * d, matrices = matrix * heads * sizeof(float);
   const size_t encode_bytes = PackedFactorBytes(d, d, layout.dtype);
   const size_t decode_bytes = PackedFactorBytes(d, d, DType::kFloat16);
-  RotationPlaces places;
-  places.encode = image->Place(encode_bytes * layers * heads * 2);
-  places.decode = image->Place(decode_bytes * layers * heads * 2);
-  places.prefill_heads = image->Place(heads * sizeof(ZackDeviceHead));
-  std::fill_n(image->At<ZackDeviceHead>(places.prefill_heads), heads, MakeZackDeviceHead(0, d, d));
-  places.prefill_sides = image->Place(size_t(layers) * heads * 2 * sizeof(ZackDeviceSide));
+  RotationOffsets offsets;
+  offsets.encode = image->Place(encode_bytes * layers * heads * 2);
+  offsets.decode = image->Place(decode_bytes * layers * heads * 2);
+  offsets.prefill_heads = image->Place(heads * sizeof(ZackDeviceHead));
+  std::fill_n(image->At<ZackDeviceHead>(offsets.prefill_heads), heads, MakeZackDeviceHead(0, d, d));
+  offsets.prefill_sides = image->Place(size_t(layers) * heads * 2 * sizeof(ZackDeviceSide));
   for (int l = 0; l < layers; ++l) {
-    places.query.push_back(image->Place(matrices));
-    places.output.push_back(image->Place(matrices));
-    places.packed_query.push_back(image->Place(heads * encode_bytes));
+    offsets.query.push_back(image->Place(matrices));
+    offsets.output.push_back(image->Place(matrices));
+    offsets.packed_query.push_back(image->Place(heads * encode_bytes));
     for (int h = 0; h < heads; ++h) {
       const HeadRotation& rotation = codec.rotation(l, h);
       const std::vector<float>& output = codec.folds() ? rotation.encode[1] : rotation.decode[1];
-      std::copy(rotation.query.begin(), rotation.query.end(), image->At<float>(places.query[l]) + h * matrix);
-      std::copy(output.begin(), output.end(), image->At<float>(places.output[l]) + h * matrix);
+      std::copy(rotation.query.begin(), rotation.query.end(), image->At<float>(offsets.query[l]) + h * matrix);
+      std::copy(output.begin(), output.end(), image->At<float>(offsets.output[l]) + h * matrix);
       PackFactor(rotation.query.data(), d, d, layout.dtype,
-                 image->At<uint8_t>(places.packed_query[l] + h * encode_bytes));
+                 image->At<uint8_t>(offsets.packed_query[l] + h * encode_bytes));
       for (int side = 0; side < 2; ++side) {
         const size_t at = (size_t(l) * heads + h) * 2 + side;
-        image->At<ZackDeviceSide>(places.prefill_sides)[at] = {0, uint32_t(d), places.encode + at * encode_bytes,
-                                                               places.decode + at * decode_bytes};
+        image->At<ZackDeviceSide>(offsets.prefill_sides)[at] = {0, uint32_t(d), offsets.encode + at * encode_bytes,
+                                                                offsets.decode + at * decode_bytes};
         PackFactor(rotation.encode[side].data(), d, d, layout.dtype,
-                   image->At<uint8_t>(places.encode + at * encode_bytes));
+                   image->At<uint8_t>(offsets.encode + at * encode_bytes));
         PackFactor(rotation.decode[side].data(), d, d, DType::kFloat16,
-                   image->At<uint8_t>(places.decode + at * decode_bytes));
+                   image->At<uint8_t>(offsets.decode + at * decode_bytes));
       }
     }
   }
-  return places;
+  return offsets;
 }
 
 absl::StatusOr<RotatedMemory> AllocateRotated(size_t bytes) {
@@ -66,11 +66,11 @@ absl::StatusOr<RotatedMemory> AllocateRotated(size_t bytes) {
   return memory;
 }
 
-RotatedDeviceCodec::RotatedDeviceCodec(const PageLayout& layout, RotatedMemory memory, const RotationPlaces& places)
+RotatedDeviceCodec::RotatedDeviceCodec(const PageLayout& layout, RotatedMemory memory, const RotationOffsets& offsets)
     : memory_(std::move(memory)) {
   rotation_.layout = layout;
-  rotation_.encode = memory_.data.get() + places.encode;
-  rotation_.decode = memory_.data.get() + places.decode;
+  rotation_.encode = memory_.data.get() + offsets.encode;
+  rotation_.decode = memory_.data.get() + offsets.decode;
 }
 
 /// launch(first, n, rotated pages, items) for all of `count`, as many at once as the scratch memory holds, which comes
@@ -110,23 +110,23 @@ absl::Status RotatedDeviceCodec::Decode(const DeviceDecodeItem* items, uint32_t 
       });
 }
 
-ZackPrefillLayer PrefillSpaceOf(const RotatedCodec& codec, const RotationPlaces& places, const uint8_t* base,
+ZackPrefillLayer PrefillSpaceOf(const RotatedCodec& codec, const RotationOffsets& offsets, const uint8_t* base,
                                 int layer) {
   const PageLayout& layout = codec.layout();
   ZackPrefillLayer space;
-  space.heads = reinterpret_cast<const ZackDeviceHead*>(base + places.prefill_heads);
+  space.heads = reinterpret_cast<const ZackDeviceHead*>(base + offsets.prefill_heads);
   space.sides =
-      reinterpret_cast<const ZackDeviceSide*>(base + places.prefill_sides) + size_t(layer) * layout.kv_heads * 2;
+      reinterpret_cast<const ZackDeviceSide*>(base + offsets.prefill_sides) + size_t(layer) * layout.kv_heads * 2;
   space.base = base;
-  space.query = base + places.packed_query[layer];
+  space.query = base + offsets.packed_query[layer];
   space.query_bytes = PackedFactorBytes(layout.head_dim, layout.head_dim, layout.dtype);
   return space;
 }
 
-device::MappedSpace SpaceOf(const RotatedCodec& codec, const RotationPlaces& places, const uint8_t* base, int layer) {
+device::MappedSpace SpaceOf(const RotatedCodec& codec, const RotationOffsets& offsets, const uint8_t* base, int layer) {
   device::MappedSpace space;
-  space.query = reinterpret_cast<const float*>(base + places.query[layer]);
-  space.output = reinterpret_cast<const float*>(base + places.output[layer]);
+  space.query = reinterpret_cast<const float*>(base + offsets.query[layer]);
+  space.output = reinterpret_cast<const float*>(base + offsets.output[layer]);
   space.folds = codec.folds() ? 1 : 0;
   return space;
 }

@@ -20,14 +20,14 @@
 namespace kvmanager::zack {
 
 /// Where a codec's factors lie in its image: offsets.
-struct RotationPlaces {
+struct RotationOffsets {
   size_t encode = 0, decode = 0;      // DeviceRotation's
   std::vector<size_t> query, output;  // [layers] MappedSpace's
   // ZackPrefillLayer's; all heads keep all dimensions.
   size_t prefill_heads = 0, prefill_sides = 0;
   std::vector<size_t> packed_query;  // [layers]
 };
-RotationPlaces PlaceRotations(const RotatedCodec& codec, device::DeviceImage* image);
+RotationOffsets PlaceRotations(const RotatedCodec& codec, device::DeviceImage* image);
 
 /// A codec's image on the device, and a pool of scratch memory that keeps what it has.
 struct RotatedMemory {
@@ -47,7 +47,7 @@ class RotatedDeviceCodec : public DeviceCodec {
   absl::Status Decode(const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) const final;
 
  protected:
-  RotatedDeviceCodec(const PageLayout& layout, RotatedMemory memory, const RotationPlaces& places);
+  RotatedDeviceCodec(const PageLayout& layout, RotatedMemory memory, const RotationOffsets& offsets);
   const uint8_t* memory() const { return memory_.data.get(); }
   const PageLayout& layout() const { return rotation_.layout; }
 
@@ -64,8 +64,8 @@ class RotatedDeviceCodec : public DeviceCodec {
 };
 
 /// On the device, of layer `layer` of a codec whose image begins at `base` there.
-device::MappedSpace SpaceOf(const RotatedCodec& codec, const RotationPlaces& places, const uint8_t* base, int layer);
-ZackPrefillLayer PrefillSpaceOf(const RotatedCodec& codec, const RotationPlaces& places, const uint8_t* base,
+device::MappedSpace SpaceOf(const RotatedCodec& codec, const RotationOffsets& offsets, const uint8_t* base, int layer);
+ZackPrefillLayer PrefillSpaceOf(const RotatedCodec& codec, const RotationOffsets& offsets, const uint8_t* base,
                                 int layer);
 
 }  // namespace kvmanager::zack

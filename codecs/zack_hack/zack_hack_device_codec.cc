@@ -40,25 +40,25 @@ struct Layer {
 };
 
 /// Offsets in the device's memory.
-struct Places {
+struct Offsets {
   std::vector<Layer> layers;
   size_t heads = 0;
-  zack::RotationPlaces rotations;
+  zack::RotationOffsets rotations;
 };
 
 class ZackHackDeviceCodec final : public zack::RotatedDeviceCodec {
  public:
   ZackHackDeviceCodec(zack::RotatedMemory memory, const PageLayout& layout, const hack::HackDeviceShape& shape,
-                      Places places, bool folds)
-      : RotatedDeviceCodec(layout, std::move(memory), places.rotations),
+                      Offsets offsets, bool folds)
+      : RotatedDeviceCodec(layout, std::move(memory), offsets.rotations),
         shape_(shape),
-        places_(std::move(places)),
+        offsets_(std::move(offsets)),
         prefill_(ZackHackPrefillKernels(layout.head_dim, folds)) {}
 
-  const AttendKernels* attention(int layer) const override { return places_.layers[layer].kernels; }
-  const void* attention_data(int layer) const override { return memory() + places_.layers[layer].data; }
+  const AttendKernels* attention(int layer) const override { return offsets_.layers[layer].kernels; }
+  const void* attention_data(int layer) const override { return memory() + offsets_.layers[layer].data; }
   device::Prefill prefill(int layer) const override {
-    return {prefill_, memory() + places_.layers[layer].prefill, nullptr};
+    return {prefill_, memory() + offsets_.layers[layer].prefill, nullptr};
   }
 
  private:
@@ -71,11 +71,11 @@ class ZackHackDeviceCodec final : public zack::RotatedDeviceCodec {
     return CudaStatus(hack::LaunchHackDecode(shape_, heads(), items, count, stream), "decoding ZACK+HACK pages");
   }
   const hack::HackDeviceHead* heads() const {
-    return reinterpret_cast<const hack::HackDeviceHead*>(memory() + places_.heads);
+    return reinterpret_cast<const hack::HackDeviceHead*>(memory() + offsets_.heads);
   }
 
   const hack::HackDeviceShape shape_;
-  const Places places_;
+  const Offsets offsets_;
   const device::PrefillKernels* const prefill_;
 };
 
@@ -100,37 +100,37 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
   const hack::HackDeviceFormat format = hack::MakeHackDeviceFormat(formats);
 
   device::DeviceImage image;
-  Places places;
-  places.layers.resize(layers);
-  places.heads = image.Place(format.heads.size() * sizeof format.heads[0]);
-  std::copy(format.heads.begin(), format.heads.end(), image.At<hack::HackDeviceHead>(places.heads));
-  places.rotations = PlaceRotations(codec, &image);
+  Offsets offsets;
+  offsets.layers.resize(layers);
+  offsets.heads = image.Place(format.heads.size() * sizeof format.heads[0]);
+  std::copy(format.heads.begin(), format.heads.end(), image.At<hack::HackDeviceHead>(offsets.heads));
+  offsets.rotations = PlaceRotations(codec, &image);
   for (int l = 0; l < layers; ++l) {
-    places.layers[l].data = image.Place(sizeof(MappedSpace) + heads * sizeof(ZackHackHead));
+    offsets.layers[l].data = image.Place(sizeof(MappedSpace) + heads * sizeof(ZackHackHead));
     uint32_t record_bytes = 0;
     bool wide = false;
     for (int h = 0; h < heads; ++h) {
       const ZackHackHead head = HeadOf(*formats[l], h);
-      image.At<ZackHackHead>(places.layers[l].data + sizeof(MappedSpace))[h] = head;
+      image.At<ZackHackHead>(offsets.layers[l].data + sizeof(MappedSpace))[h] = head;
       record_bytes = std::max(record_bytes, RoomOf(head, d));
       wide |= formats[l]->heads[h].side[0].two_byte_q;
     }
-    places.layers[l].prefill = image.Place(sizeof(ZackHackPrefillLayer));
-    places.layers[l].kernels = FindZackHackAttention(d, record_bytes, formats[l]->parameters.v_norm, wide);
-    if (places.layers[l].kernels == nullptr) return nullptr;
+    offsets.layers[l].prefill = image.Place(sizeof(ZackHackPrefillLayer));
+    offsets.layers[l].kernels = FindZackHackAttention(d, record_bytes, formats[l]->parameters.v_norm, wide);
+    if (offsets.layers[l].kernels == nullptr) return nullptr;
   }
 
   auto memory = zack::AllocateRotated(image.bytes().size());
   if (!memory.ok()) return nullptr;
   uint8_t* const base = memory->data.get();
   for (int l = 0; l < layers; ++l) {
-    *image.At<MappedSpace>(places.layers[l].data) = SpaceOf(codec, places.rotations, base, l);
-    const auto* const table = reinterpret_cast<const hack::HackDeviceHead*>(base + places.heads);
-    *image.At<ZackHackPrefillLayer>(places.layers[l].prefill) = {PrefillSpaceOf(codec, places.rotations, base, l),
-                                                                 format.shape.heads_of(table, uint32_t(l))};
+    *image.At<MappedSpace>(offsets.layers[l].data) = SpaceOf(codec, offsets.rotations, base, l);
+    const auto* const table = reinterpret_cast<const hack::HackDeviceHead*>(base + offsets.heads);
+    *image.At<ZackHackPrefillLayer>(offsets.layers[l].prefill) = {PrefillSpaceOf(codec, offsets.rotations, base, l),
+                                                                  format.shape.heads_of(table, uint32_t(l))};
   }
   if (!CopyToDevice(image.bytes(), base).ok()) return nullptr;
-  return std::make_unique<ZackHackDeviceCodec>(*std::move(memory), layout, format.shape, std::move(places),
+  return std::make_unique<ZackHackDeviceCodec>(*std::move(memory), layout, format.shape, std::move(offsets),
                                                codec.folds());
 }
 

@@ -20,7 +20,7 @@ class ZackMillionDeviceCodec final : public zack::RotatedDeviceCodec {
  public:
   /// data: [layers] of MillionSpace, then ZackMillionPrefillLayer, in `memory`.
   ZackMillionDeviceCodec(zack::RotatedMemory memory, const PageLayout& layout, uint32_t page_bytes,
-                         const zack::RotationPlaces& rotations, std::vector<size_t> data,
+                         const zack::RotationOffsets& rotations, std::vector<size_t> data,
                          std::unique_ptr<DeviceCodec> inner, const device::AttendKernels* attention,
                          const device::PrefillKernels* prefill)
       : RotatedDeviceCodec(layout, std::move(memory), rotations),
@@ -64,7 +64,7 @@ std::unique_ptr<DeviceCodec> MakeZackMillionDeviceCodec(const zack::RotatedCodec
   if (inner == nullptr) return nullptr;
 
   device::DeviceImage image;
-  const zack::RotationPlaces rotations = PlaceRotations(codec, &image);
+  const zack::RotationOffsets rotations = PlaceRotations(codec, &image);
   std::vector<size_t> data;
   data.reserve(codec.layers());
   for (int l = 0; l < codec.layers(); ++l) {

@@ -12,7 +12,7 @@
 namespace kvmanager {
 namespace {
 
-// A sample of a link: long enough that it holds several pages of each lane.
+// A sample of a link: long enough that it holds several pages of each data connection.
 constexpr int64_t kLinkSampleBytes = 64 << 10, kLinkSampleNs = 2'000'000;
 
 }  // namespace

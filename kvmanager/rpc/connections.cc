@@ -212,7 +212,7 @@ class Connections::Connection {
     hello_ = parts.loop->timer()
                  .afterDelay(limits::kHelloMs * kj::MILLISECONDS)
                  .then([this] {
-                   if (!session_->greeted()) End(EndReason::kNoHello, "");
+                   if (!session_->handshake_done()) End(EndReason::kNoHello, "");
                  })
                  .eagerlyEvaluate(nullptr);
     if (proof.unix_socket) {
@@ -244,7 +244,7 @@ class Connections::Connection {
   bool unix_socket() const { return session_->proof().unix_socket; }
   uint64_t origin() const { return origin_; }
   /// Whether it may make room for another.
-  bool says_nothing() const { return !session_->greeted() && !ending_soon_; }
+  bool says_nothing() const { return !session_->handshake_done() && !ending_soon_; }
   void EndNow(EndReason reason) {
     ending_soon_ = true;
     reason_ = reason;

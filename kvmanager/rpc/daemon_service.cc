@@ -267,7 +267,7 @@ class DaemonService final : public api::Daemon::Server {
   WorkerPool::Owner BackgroundOwner() const { return WorkerPool::Owner(reinterpret_cast<uintptr_t>(session_.get())); }
 
   absl::Status CheckGreeted() const {
-    return session_->greeted() ? absl::OkStatus() : absl::FailedPreconditionError("call hello first");
+    return session_->handshake_done() ? absl::OkStatus() : absl::FailedPreconditionError("call hello first");
   }
 
   /// The GPU of this ordinal. Errors: FAILED_PRECONDITION over TCP and where the daemon has no GPU pool, saying what to

@@ -160,9 +160,9 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   void RunPieces() {
     self_ = shared_from_this();
     // Who takes part decides when the last is done, so the count comes first.
-    const int lanes = static_cast<int>(std::min<size_t>(workers_->threads(), end_ - staged_));
-    lanes_left_ = lanes;
-    for (int lane = 0; lane < lanes; ++lane) PostTurn();
+    const int tasks = static_cast<int>(std::min<size_t>(workers_->threads(), end_ - staged_));
+    tasks_left_ = tasks;
+    for (int task = 0; task < tasks; ++task) PostTurn();
   }
 
   // Pages of a GPU come to the host some at a time; nullptr as their bytes: the GPU has failed.
@@ -244,7 +244,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     do {
       const size_t at = next_.fetch_add(1, std::memory_order_relaxed);
       if (at >= end_) {
-        if (lanes_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+        if (tasks_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
         parts_.queue->Post([self = std::move(self_)] { self->PiecesEnded(); });
         return;
       }
@@ -338,7 +338,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   bool given_up_ = false;
   std::shared_ptr<ReadCall> self_;  // while workers use it
   std::atomic<size_t> next_{0};
-  std::atomic<int> lanes_left_{0};
+  std::atomic<int> tasks_left_{0};
   std::atomic<size_t> spoilt_{kNone};  // the first piece that did not decode
   absl::Status status_;
   kj::Own<kj::PromiseFulfiller<void>> fulfiller_;

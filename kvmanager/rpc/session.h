@@ -71,10 +71,10 @@ class Session {
     messages_.Detach();
   }
 
-  bool greeted() const { return greeted_; }
+  bool handshake_done() const { return handshake_done_; }
   /// token: SHA-256 of the one that it showed.
   void Greet(std::string name, const std::optional<Digest>& token = std::nullopt) {
-    greeted_ = true;
+    handshake_done_ = true;
     messages_.Greet();
     name_ = std::move(name);
     proof_.token = token;
@@ -146,7 +146,7 @@ class Session {
   const Parts& parts_;
   const uint32_t pid_;
   absl::AnyInvocable<void(EndReason, const std::string&)> cut_off_;  // nullptr once the connection is gone
-  bool greeted_ = false;
+  bool handshake_done_ = false;
   std::string name_;
   Proof proof_;
   SessionUses::Entry use_;

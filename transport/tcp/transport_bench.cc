@@ -236,7 +236,9 @@ int Main(int argc, char** argv) {
   app.add_option("--page-bytes", page_bytes, "bytes of a page (default: hack K3V2, 64 tokens, 8 KV heads of 128)")
       ->check(CLI::Range(uint64_t{1}, HandOffPart::kPageBytesMax))
       ->capture_default_str();
-  app.add_option("--lanes", connections, "connections, one row for each")->delimiter(',')->capture_default_str();
+  app.add_option("--connections,--lanes", connections, "data connections, one row for each")
+      ->delimiter(',')
+      ->capture_default_str();
   app.add_option("--port", port, "that iperf3 listens on")->capture_default_str();
   app.add_option("--repetitions", repetitions, "the median of so many")
       ->check(CLI::Range(1, 99))

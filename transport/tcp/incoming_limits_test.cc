@@ -1,4 +1,4 @@
-// Places for hand-offs that are received: who holds one without using it gives way, and no host has all of them.
+// The limits of hand-offs that are received at once: who holds a place without using it gives way, and no host has all.
 #include <poll.h>
 
 #include <thread>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kIdleMs = 300;
 
-class PlacesTest : public testing::Test {
+class IncomingLimitsTest : public testing::Test {
  protected:
   void Listen(size_t incoming_max, int64_t idle_ms = kIdleMs) {
     TcpTransport::Options options;
@@ -55,7 +55,7 @@ class PlacesTest : public testing::Test {
   int offers_ = 0;
 };
 
-TEST_F(PlacesTest, OneHostHasHalf) {
+TEST_F(IncomingLimitsTest, OneHostHasHalf) {
   Listen(5, 60000);
   std::vector<RawSocket> held;
   for (int i = 0; i < 3; ++i) held.push_back(Open());
@@ -73,7 +73,7 @@ TEST_F(PlacesTest, OneHostHasHalf) {
   Open(3);
 }
 
-TEST_F(PlacesTest, PingsKeepNoPlaceThatOthersNeed) {
+TEST_F(IncomingLimitsTest, PingsKeepNoPlaceThatOthersNeed) {
   Listen(2);
   RawSocket stranger = Open(), second = Open(2);
   EXPECT_TRUE(absl::IsResourceExhausted(Offer(3).Expect<ErrorFrame>().status));  // it may still bring pages
@@ -89,7 +89,7 @@ TEST_F(PlacesTest, PingsKeepNoPlaceThatOthersNeed) {
   EXPECT_TRUE(absl::IsDeadlineExceeded(second.Expect<ErrorFrame>().status));
 }
 
-TEST_F(PlacesTest, WhoSendsPagesStays) {
+TEST_F(IncomingLimitsTest, WhoSendsPagesStays) {
   Listen(1);
   RawSocket control = Open();
   RawSocket data = RawSocket::Connect(transport_->listen_address());
@@ -107,7 +107,7 @@ TEST_F(PlacesTest, WhoSendsPagesStays) {
   EXPECT_EQ(receiver_.aborts(), 0u);
 }
 
-TEST_F(PlacesTest, PingsKeepNoMemoryThatOthersWaitFor) {
+TEST_F(IncomingLimitsTest, PingsKeepNoMemoryThatOthersWaitFor) {
   Listen(8);
   receiver_.hold_offers = true;  // the receiver accepts when it is told to
   RawSocket idle = Offer();
