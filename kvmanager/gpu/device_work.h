@@ -23,11 +23,11 @@
 #include "kvmanager/gpu/device_stream.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/launch_cuts.h"
-#include "kvmanager/gpu/step_cache.h"
 #include "kvmanager/gpu/step_turns.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/quality.h"
+#include "kvmanager/store/step_cache.h"
 
 namespace kvmanager {
 

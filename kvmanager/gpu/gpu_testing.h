@@ -18,7 +18,7 @@
 #include "kvmanager/base/poll_list.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/gpu/gpu.h"
-#include "kvmanager/gpu/step_cache.h"
+#include "kvmanager/store/step_cache.h"
 #include "kvmanager/store/store_fixture.h"
 
 namespace kvmanager::testing {

@@ -25,10 +25,10 @@
 #include "kvmanager/base/poll_list.h"
 #include "kvmanager/gpu/device_encodes.h"
 #include "kvmanager/gpu/gpu.h"
-#include "kvmanager/gpu/step_cache.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/memory/shared_semaphores.h"
 #include "kvmanager/store/page_store.h"
+#include "kvmanager/store/step_cache.h"
 
 namespace kvmanager {
 

@@ -14,8 +14,8 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kvmanager/api/kvmanager.capnp.h"
-#include "kvmanager/gpu/step_cache.h"
 #include "kvmanager/rpc/step_check.h"
+#include "kvmanager/store/step_cache.h"
 
 namespace kvmanager {
 

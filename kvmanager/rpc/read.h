@@ -18,10 +18,10 @@
 #include "kvmanager/base/poll_list.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/gpu/gpu.h"
-#include "kvmanager/gpu/step_cache.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
 #include "kvmanager/rpc/step_check.h"
+#include "kvmanager/store/step_cache.h"
 
 namespace kvmanager {
 

@@ -1,4 +1,5 @@
-// What the store has done away from its thread: pages encoded, indexes trained. What it offers to be looked at.
+// Interfaces the store calls for background work: EncodeExecutor (encode pages, train indexes) and PageSampler (compare
+// both forms of some pages).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// What those are told who keep tables of a sequence's slots: kernels find pages by these. On the store's thread.
+// Changes of a sequence's page-to-slot table, polled by whoever keeps a copy on the GPU: the daemon's DeviceWork or an
+// engine's process. On the store's thread.
 #pragma once
 
 #include <cstdint>

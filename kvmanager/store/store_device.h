@@ -9,7 +9,7 @@
 namespace kvmanager {
 
 /// A GPU whose memory holds pages. Its bytes are touched by kernels alone, in the order in which somebody submits them
-/// (the server): the store keeps books. executor: as the host's, with addresses on the device. epochs: of plans whose
+/// (gpu/): the store keeps books. executor: as the host's, with addresses on the device. epochs: of plans whose
 /// kernels may read a slot after the store gave it up. mover: nullptr: what is evicted there is lost, and nothing is
 /// fetched.
 struct StoreDevice {
