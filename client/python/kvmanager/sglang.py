@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 
 from ._link import Link, Session, check_setting
 from .cache import BlockNames, Cache, Sequence
-from .errors import Error, UnavailableError
+from .errors import DeadlineExceededError, Error, UnavailableError
 from .paged import Extent, Staging
 
 # What versions of SGLang differ in.
@@ -41,9 +41,13 @@ _SETTINGS = {
     "calibration_digest": "",
     "deadline_ms": 10000,
     "staging_mib": 64,
+    "retention_priority": 50,
+    "retention_ttl_s": 0,
 }
 _OURS_NOT = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's own keys of extra_config
 _STAGING_MIB_MAX = 1024
+_RETENTION_MAX = {"retention_priority": 100, "retention_ttl_s": 315360000}
+_OF_EVICTION = 50  # the priority of what nobody retains
 _BATCH_MAX = 4096  # pages of one call
 _KV = "kv"
 
@@ -57,6 +61,15 @@ def without_sinks(codec: str) -> str:
         if key == "sinks":
             return codec
     return codec + ";sinks=0"
+
+
+def check_retention(settings: dict) -> None:
+    """ValueError: the settings ask for what Cache.retain does not do."""
+    for key, most in _RETENTION_MAX.items():
+        if not 0 <= settings[key] <= most:
+            raise ValueError(f"{key} is {settings[key]}, must be 0..{most}")
+    if settings["retention_ttl_s"] and settings["retention_priority"] == _OF_EVICTION:
+        raise ValueError(f"retention_ttl_s is {settings['retention_ttl_s']}, must be 0 where no retention_priority is set")
 
 
 class Pool:
@@ -160,8 +173,9 @@ class KvManagerHiCache(HiCacheStorage):
     the daemon there, deadline_ms at most for each of its calls; where it is away, pages are misses and are not stored,
     at once. It attaches again by itself.
 
-    storage_config.extra_config: address, codec, lag_pages, tenant, calibration_digest, deadline_ms, staging_mib beside
-    SGLang's own keys; others are a ValueError."""
+    storage_config.extra_config: address, codec, lag_pages, tenant, calibration_digest, deadline_ms, staging_mib,
+    retention_priority, retention_ttl_s beside SGLang's own keys; others are a ValueError. The last two are of all pages:
+    SGLang says nothing of a request to its storage."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Optional[dict] = None) -> None:
         given = {key: value for key, value in (storage_config.extra_config or {}).items() if key not in _OURS_NOT}
@@ -172,6 +186,8 @@ class KvManagerHiCache(HiCacheStorage):
         for key, value in given.items():
             check_setting(key, value, _SETTINGS[key], _STAGING_MIB_MAX)
         without_sinks(self._settings["codec"])
+        check_retention(self._settings)
+        self._retention_failed = False
         self._config = storage_config
         self._pools: dict[str, Pool] = {}
         self._link: Link | None = None
@@ -232,7 +248,7 @@ class KvManagerHiCache(HiCacheStorage):
 
         def ask(session: Session) -> list[bool]:
             cache = session.cache(name)
-            return _there(cache, [_name(cache, key) for key in keys])
+            return _there(cache, _names(cache, keys))
 
         return self._call(ask, [False] * len(keys)) if keys else []
 
@@ -243,8 +259,10 @@ class KvManagerHiCache(HiCacheStorage):
 
         def store(session: Session) -> list[bool]:
             cache, staging = session.cache(name), _staging(session, name, pool, self._settings)
-            names = [_name(cache, key) for key in keys]
+            names = _names(cache, keys)
             done[:] = _there(cache, names)
+            if self._kept_longer():
+                self._retain(cache, [key for key, there in zip(keys, done) if there])
             missing = [place for place in range(len(keys)) if not done[place]]
             size = min(staging.blocks, _BATCH_MAX)
             for begin in range(0, len(missing), size):
@@ -255,6 +273,7 @@ class KvManagerHiCache(HiCacheStorage):
                     _append(cache, pool, extent, [names[place] for place in places])
                 for place in places:
                     done[place] = True
+                self._retain(cache, [keys[place] for place in places])
             return done
 
         if pool is None or not keys:
@@ -271,7 +290,7 @@ class KvManagerHiCache(HiCacheStorage):
             size = min(staging.blocks, _BATCH_MAX)
             for begin in range(0, len(keys), size):
                 some = range(begin, min(begin + size, len(keys)))
-                sequences = cache.create_sequences([_name(cache, keys[place]) for place in some])
+                sequences = cache.create_sequences(_names(cache, [keys[place] for place in some]))
                 try:
                     found = [(place, each) for place, each in zip(some, sequences) if each.hit_blocks == 1]
                     if found:
@@ -282,6 +301,8 @@ class KvManagerHiCache(HiCacheStorage):
                                     take(pool.rows(extent, side), side, [place for place, _ in found])
                         for place, _ in found:
                             done[place] = True
+                        if self._kept_longer():
+                            self._retain(cache, [keys[place] for place, _ in found])
                 finally:
                     for each in sequences:
                         each.close()
@@ -290,6 +311,26 @@ class KvManagerHiCache(HiCacheStorage):
         if pool is None or not keys:
             return done
         return self._call(load, done)
+
+    def _kept_longer(self) -> bool:
+        """Then each use of a page counts, whoever stored it. Below _OF_EVICTION only what is stored here does: others may
+        want what was there."""
+        return self._settings["retention_priority"] > _OF_EVICTION
+
+    def _retain(self, cache: Cache, keys: List[str]) -> None:
+        priority, ttl_ms = self._settings["retention_priority"], self._settings["retention_ttl_s"] * 1000
+        if priority == _OF_EVICTION:
+            return
+        try:
+            for begin in range(0, len(keys), _BATCH_MAX):
+                some = [_digest(key) for key in keys[begin : begin + _BATCH_MAX]]
+                cache.retain(cache.external_names(some), priority, ttl_ms)
+        except (DeadlineExceededError, UnavailableError):
+            raise
+        except Error as error:  # of an earlier daemon, for example: they are kept as usual
+            if not self._retention_failed:
+                logger.warning("kvmanager: pages are not retained: %s", error)
+            self._retention_failed = True
 
     # Version 1: pages of the registered host pool.
 
@@ -448,7 +489,12 @@ def _there(cache: Cache, names: list[BlockNames]) -> list[bool]:
     return [match.hit_blocks == 1 for part in parts for match in cache.match(part)]
 
 
-def _name(cache: Cache, key: str) -> BlockNames:
+def _names(cache: Cache, keys: List[str]) -> list[BlockNames]:
+    """Each of a sequence of one block."""
+    return [cache.external_names([_digest(key)]) for key in keys]
+
+
+def _digest(key: str) -> bytes:
     """SGLang's keys are hexadecimal digests, perhaps with a suffix."""
     try:
         digest = bytes.fromhex(key)
@@ -456,7 +502,7 @@ def _name(cache: Cache, key: str) -> BlockNames:
         digest = b""
     if len(digest) != 32:
         digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()
-    return cache.external_names([digest])
+    return digest
 
 
 def _staging(session: Session, name: str, pool: Pool, settings: dict) -> Staging:

@@ -13,6 +13,7 @@ if not hasattr(torch.ops.torchvision, "nms"):  # torchvision, which SGLang impor
     for _name in ("nms", "qnms"):
         _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+import kvmanager
 from kvmanager.sglang import KvManagerHiCache
 from engine_testing import DaemonTestCase, compare_signatures
 from kvmanager_testing import Daemon
@@ -129,6 +130,10 @@ class InterfaceTest(unittest.TestCase):
             {"staging_mib": 4096},
             {"codec": None},
             {"codec": "hack;0=raw;sinks=64"},
+            {"retention_priority": 101},
+            {"retention_priority": True},
+            {"retention_ttl_s": -1},
+            {"retention_ttl_s": 60},
         ):
             with self.subTest(wrong), self.assertRaisesRegex(ValueError, f"{next(iter(wrong))} is .* must be"):
                 KvManagerHiCache(config("unix:/nowhere", **wrong), {})
@@ -249,6 +254,29 @@ class StorageTest(DaemonTestCase):
             self.assertTrue(torch.equal(was, page_of(each, 20)))
         short = [PoolTransfer(name=PoolName.KV, keys=keys, host_indices=indices([1]))]
         self.assertEqual({PoolName.KV: [False] * 6}, backend.batch_get_v2(short))
+
+    def kept(self, backend: HiCacheStorage, keys: list[str]) -> list[tuple[int, bool]]:
+        """Of each page its priority, and whether that ends."""
+        with kvmanager.connect(self.daemon.listen) as client:
+            cache = client.open_cache(**backend._pools["kv"].options)
+            names = cache.external_names([bytes.fromhex(key) for key in keys])
+            blocks = client.explain(names, cache.description.id)["blocks"]
+        return [(each["priority"], each["retained_ms"] > 0) for each in blocks]
+
+    def test_a_server_says_how_long_its_pages_are_kept(self) -> None:
+        keys, pool = keys_of(40, 8), host_pool(seed=16)
+        self.backend(pool).batch_set_v1(keys[:2], indices([0, 1]))
+        usual, hour, lost = (50, False), (80, True), (10, False)
+        longer = self.backend(pool, retention_priority=80, retention_ttl_s=3600)
+        longer.batch_set_v1(keys[1:4], indices([1, 2, 3]))
+        self.assertEqual([usual] + [hour] * 3, self.kept(longer, keys[:4]))
+        shorter = self.backend(pool, retention_priority=10)
+        shorter.batch_set_v1(keys, indices(list(range(8))))
+        self.assertEqual([usual] + [hour] * 3 + [lost] * 4, self.kept(longer, keys))
+        # What is loaded is used, too; a server whose own pages go first takes nothing from others.
+        self.assertEqual([True] * 5, longer.batch_get_v1(keys[:5], indices([8, 9, 10, 11, 12])))
+        self.assertEqual([True] * 8, shorter.batch_get_v1(keys, indices(list(range(8, 16)))))
+        self.assertEqual([hour] * 5 + [lost] * 3, self.kept(longer, keys))
 
     def test_encoded_pages_come_back_within_the_codec_s_error(self) -> None:
         keys, pool, target = keys_of(34, 8), host_pool(seed=11), host_pool()
