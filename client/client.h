@@ -605,8 +605,11 @@ class Cache {
   /// in a device arena (Device::CreateArena). Errors: INVALID_ARGUMENT naming page and place (NaN or Inf), DATA_LOSS
   /// (no page of the codec's), RESOURCE_EXHAUSTED; of a device arena UNAVAILABLE until the daemon has pinned its
   /// memory, also for no names.
+  /// checksums: of a device arena, [names][layers] XXH3-64 of the pages' bytes, 0: not known; or empty. The daemon
+  /// takes those of encoded pages as they are, and compares them when a page is first used.
   virtual Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range,
-                                                                      absl::Span<const uint8_t> raw) = 0;
+                                                                      absl::Span<const uint8_t> raw,
+                                                                      absl::Span<const uint64_t> checksums = {}) = 0;
   absl::StatusOr<WriteBlocksResult> WriteBlocks(const BlockRange& range, absl::Span<const uint8_t> raw) {
     return WriteBlocksAsync(range, raw).Wait();
   }

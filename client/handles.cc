@@ -290,8 +290,8 @@ class CacheImpl final : public Cache {
   Pending<absl::StatusOr<MappedBlocks>> MapBlocksAsync(const BlockRange& range,
                                                        std::shared_ptr<SlabPinner> pinner) override;
   absl::StatusOr<uint64_t> BindSlabs(uint64_t bytes, std::shared_ptr<SlabPinner> pinner) override;
-  Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range,
-                                                              absl::Span<const uint8_t> raw) override;
+  Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range, absl::Span<const uint8_t> raw,
+                                                              absl::Span<const uint64_t> checksums) override;
   Pending<absl::StatusOr<ExtendOutcome>> ExtendAsync(const ExtendBatch& batch) override;
   absl::StatusOr<std::vector<float>> OutputFactors(int layer) override {
     using Result = absl::StatusOr<std::vector<float>>;
@@ -608,15 +608,20 @@ absl::StatusOr<uint64_t> CacheImpl::BindSlabs(uint64_t bytes, std::shared_ptr<Sl
 }
 
 Pending<absl::StatusOr<WriteBlocksResult>> CacheImpl::WriteBlocksAsync(const BlockRange& range,
-                                                                       absl::Span<const uint8_t> raw) {
+                                                                       absl::Span<const uint8_t> raw,
+                                                                       absl::Span<const uint64_t> checksums) {
   using Result = absl::StatusOr<WriteBlocksResult>;
   if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
-  const auto bytes = CheckBlocks(range, raw.size());
+  const size_t checksum_bytes = checksums.size() * sizeof(uint64_t);
+  const auto bytes = CheckBlocks(range, raw.size() + checksum_bytes);
   if (!bytes.ok()) return Ready<Result>(bytes.status());
   auto call = handle_.cap().writeBlocksRequest(capnp::MessageSize{*bytes / sizeof(capnp::word), 0});
   auto request = call.initRequest();
   WriteBlockRange(range, request);
   request.setRaw(ToKj(raw));
+  if (checksum_bytes > 0) {
+    request.setChecksums(ToKj({reinterpret_cast<const uint8_t*>(checksums.data()), checksum_bytes}));
+  }
   return handle_.connection().CallLater<Result>(
       std::move(call),
       [](auto& response) -> Result {

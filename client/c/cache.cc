@@ -270,12 +270,14 @@ int kvm_read_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* name
 }
 
 int kvm_write_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks, const uint8_t* raw,
-                           uint64_t raw_bytes, const kvm_tensor* pages, kvm_object** pending) {
+                           uint64_t raw_bytes, const uint64_t* checksums, const kvm_tensor* pages,
+                           kvm_object** pending) {
   *pending = nullptr;
   return Ask(cache, [&](CacheObject& object) -> absl::Status {
     const BlockRange range{
         first, {reinterpret_cast<const kvmanager::BlockName*>(names), blocks}, ViewOf(*object.session, *pages)};
-    *pending = NewPending(object, object.handle->WriteBlocksAsync(range, {raw, raw_bytes}),
+    const absl::Span<const uint64_t> known(checksums, checksums == nullptr ? 0 : raw_bytes);
+    *pending = NewPending(object, object.handle->WriteBlocksAsync(range, {raw, raw_bytes}, known),
                           [](const Session&, const WriteBlocksResult& result) -> absl::StatusOr<Done> {
                             return Done{{result.written, result.present}, nullptr, ""};
                           });

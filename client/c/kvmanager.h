@@ -172,10 +172,11 @@ KVM_API int kvm_mapped_pages(kvm_object* mapped, const uint64_t** addresses, con
 /* When they were copied, and before they are closed: whether they were held all the time, else UNAVAILABLE.
  * corrupt_block: the one whose bytes had not their checksum, or UINT32_MAX. values: 0. */
 KVM_API int kvm_release_blocks_async(kvm_object* mapped, uint32_t corrupt_block, kvm_object** pending);
-/* raw: [blocks][layers]. values: written, present, 0. */
+/* raw: [blocks][layers]. checksums: NULL, or of pages in a device arena [blocks][layers] XXH3-64 of their bytes, 0: not
+ * known. values: written, present, 0. */
 KVM_API int kvm_write_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks,
-                                   const uint8_t* raw, uint64_t raw_bytes, const kvm_tensor* pages,
-                                   kvm_object** pending);
+                                   const uint8_t* raw, uint64_t raw_bytes, const uint64_t* checksums,
+                                   const kvm_tensor* pages, kvm_object** pending);
 
 /* Encodes and decodes pages of the cache's codec in this process, between raw pages [K,
  * V][kv_heads][page_tokens][head_dim] and what kvm_read_blocks_async reads. device: this process's GPU, by its number
@@ -256,7 +257,8 @@ KVM_API int kvm_compare_blocks(kvm_object* mapped, uint32_t first, uint32_t coun
  * `host` on `send`, part by part: `part` blocks each. ids: [groups][count], none 0; read when the call returns. list,
  * in pinned host memory, and list_device, on the GPU, both at multiples of 16: 8 * groups + 36 * layers bytes for each
  * of `count`, and 32 more. declined, at a multiple of 16: [count][layers] and up to three words more, of pages that are
- * encoded, in their order. In pinned host memory until `send` has passed: host, list, declined. The engine's blocks are
+ * encoded, in their order. sums: NULL, or [count][layers] of the pages' XXH3-64. In pinned host memory until `send` has
+ * passed: host, list, declined, sums. The engine's blocks are
  * read, and raw and stored written, until `save` has passed; stored is read until `send` has. */
 typedef struct {
   void* raw;
@@ -266,6 +268,7 @@ typedef struct {
   void* list;
   void* list_device;
   uint32_t* declined;
+  uint64_t* sums;
   uint32_t first_block, count, groups, part;
   void* save;
   void* send;

@@ -203,12 +203,20 @@ class Saving {
         KV_RETURN_IF_ERROR(object_.device->EnqueueCopy(stream, stored_page(i), raw_page(i), raw_bytes));
       }
     }
-    if (encoded_ == first) return absl::OkStatus();
-    const DeviceEncodeItem* const to_device = list_.device_items() + first;
-    return ForEachRun(*object_.device_codec, list_.items() + first, encoded_ - first,
-                      [&](const DeviceCodec& of, uint32_t begin, uint32_t pages) {
-                        return of.Encode(to_device + begin, pages, declined_ + first + begin, stream);
-                      });
+    if (encoded_ > first) {
+      const DeviceEncodeItem* const to_device = list_.device_items() + first;
+      KV_RETURN_IF_ERROR(ForEachRun(*object_.device_codec, list_.items() + first, encoded_ - first,
+                                    [&](const DeviceCodec& of, uint32_t begin, uint32_t pages) {
+                                      return of.Encode(to_device + begin, pages, declined_ + first + begin, stream);
+                                    }));
+    }
+    if (save_.sums == nullptr) return absl::OkStatus();
+    std::vector<PageBytes> made;
+    made.reserve(size_t{count} * layers());
+    for (uint32_t i = at * layers(); i < (at + count) * layers(); ++i) {
+      made.push_back({stored_page(i), static_cast<uint32_t>(StoredBytes(object_, keeps_raw(i), layer(i)))});
+    }
+    return EnqueuePageHashes(made, save_.sums + size_t{at} * layers(), stream);
   }
 
   const PageCodecObject& object_;

@@ -182,7 +182,8 @@ class FakeCache final : public client::Cache {
     return Now<absl::StatusOr<client::ReadBlocksResult>>(Absent("read of blocks"));
   }
   Pending<absl::StatusOr<client::WriteBlocksResult>> WriteBlocksAsync(const client::BlockRange&,
-                                                                      absl::Span<const uint8_t>) override {
+                                                                      absl::Span<const uint8_t>,
+                                                                      absl::Span<const uint64_t>) override {
     return Now<absl::StatusOr<client::WriteBlocksResult>>(Absent("write of blocks"));
   }
 

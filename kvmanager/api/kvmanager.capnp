@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 18;
+const apiMinor :UInt16 = 19;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -176,6 +176,10 @@ struct BlocksRequest {
   mapped @4 :Bool;
   # Of readBlocks: pages in memory that this process may map are held there, by BlocksReply.lease, and not copied;
   # `pages` has the others, and may be none: then blocks end at the first of these. Feature "map-blocks".
+  checksums @5 :Data;
+  # Of writeBlocks out of a device arena: [names][layers] XXH3-64 of the pages' bytes, of 64 bits in little endian, 0 where it is not
+  # known; or empty. Those of encoded pages are taken as they are, so that no CPU reads all of the pages: they are compared when a
+  # page is first used, and a block for which they are wrong is lost then. Of raw pages the daemon makes them. Feature "device-blocks".
 }
 
 struct BlocksReply {

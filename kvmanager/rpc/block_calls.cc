@@ -38,6 +38,19 @@ absl::StatusOr<StepTensor> CheckReadRange(const Session& session, api::Tensor::R
   return CheckRange(in, [&](uint32_t arena) { return session.ArenaBytes(arena); });
 }
 
+absl::StatusOr<std::vector<uint64_t>> ReadChecksums(api::BlocksRequest::Reader request, bool on_device) {
+  const auto in = request.getChecksums();
+  std::vector<uint64_t> checksums(in.size() / sizeof(uint64_t));
+  const size_t want = on_device ? request.getRaw().size() * sizeof(uint64_t) : 0;
+  if (in.size() != 0 && in.size() != want) {
+    return InvalidField("checksums", absl::StrCat(in.size(), " bytes long"),
+                        on_device ? absl::StrCat(want, " bytes long, 8 for each block and layer, or empty")
+                                  : "empty: the daemon makes them of what comes from a host arena");
+  }
+  if (!checksums.empty()) std::memcpy(checksums.data(), in.begin(), in.size());
+  return checksums;
+}
+
 void Shrink(std::atomic<size_t>* least, size_t to) {
   size_t now = least->load(std::memory_order_relaxed);
   while (to < now && !least->compare_exchange_weak(now, to, std::memory_order_relaxed)) {
@@ -163,9 +176,10 @@ class BlockCalls::Reading final : public Copying {
 
 class BlockCalls::Writing final : public Copying {
  public:
-  /// on_device: a device puts the pages in place, by TakeCopies.
-  Writing(std::shared_ptr<const void> arena, std::unique_ptr<BlockWrites> writes, bool on_device)
-      : Copying(std::move(arena)), writes_(std::move(writes)), on_device_(on_device) {
+  /// on_device: a device puts the pages in place, by TakeCopies. known: their checksums, or empty.
+  Writing(std::shared_ptr<const void> arena, std::unique_ptr<BlockWrites> writes, bool on_device,
+          std::vector<uint64_t> known)
+      : Copying(std::move(arena)), writes_(std::move(writes)), on_device_(on_device), known_(std::move(known)) {
     Place(writes_->pages());
     checksums_.resize(writes_->pages().size());
     errors_.resize(writes_->pages().size());
@@ -199,7 +213,8 @@ class BlockCalls::Writing final : public Copying {
   bool Copy(size_t page, uint8_t* in_arena) override {
     const StoredPage& stored = writes_->pages()[page];
     if (stored.data == nullptr) return true;
-    auto checksum = on_device_ ? writes_->CheckPut(page) : writes_->Put(page, in_arena);
+    auto checksum =
+        on_device_ ? writes_->CheckPut(page, known_.empty() ? 0 : known_[page]) : writes_->Put(page, in_arena);
     if (checksum.ok()) {
       checksums_[page] = *checksum;
       return true;
@@ -212,6 +227,7 @@ class BlockCalls::Writing final : public Copying {
 
   const std::unique_ptr<BlockWrites> writes_;
   const bool on_device_;
+  const std::vector<uint64_t> known_;
   size_t taken_ = 0;                  // of offsets()
   std::vector<uint64_t> checksums_;   // [pages], each written by who copied it
   std::vector<absl::Status> errors_;  // [pages], the same
@@ -394,7 +410,8 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::Write(const std::shared_ptr<Sessio
   const auto raw = request.getRaw();
   KV_ASSIGN_OR_RETURN(auto writes, parts_.store->caches().WriteBlocks(bound.cache.id, request.getFirstBlock(), names,
                                                                       {raw.begin(), raw.size()}));
-  auto writing = std::make_shared<Writing>(source.arena, std::move(writes), source.mover != nullptr);
+  KV_ASSIGN_OR_RETURN(std::vector<uint64_t> known, ReadChecksums(request, source.mover != nullptr));
+  auto writing = std::make_shared<Writing>(source.arena, std::move(writes), source.mover != nullptr, std::move(known));
   if (writing->bytes() != source.range.bytes.size()) {
     return InvalidField("pages.arena.bytes", source.range.bytes.size(),
                         absl::StrCat(writing->bytes(), ", of ", names.size(), " blocks in these forms"));

@@ -127,6 +127,43 @@ TEST_F(DeviceBlockCallsTest, WhatIsNotFiniteIsRefused) {
   EXPECT_EQ(Hits(text, 4), 0);
 }
 
+// Of raw pages the daemon makes checksums itself, whatever the client says.
+TEST_F(DeviceBlockCallsTest, ChecksumsOfRawPagesAreTheDaemons) {
+  Open();
+  const Text text = MakeText(4 * kPage);
+  Fill(text, 4);
+  const Bytes checksums(8 * 4 * config_.layers, 0x5a);
+  const auto with_checksums = [&](auto request) {
+    SetArena(request.initPages(), kDeviceArena, 0, 4 * block_bytes_);
+    request.setChecksums(kj::arrayPtr(checksums.data(), checksums.size()));
+  };
+  auto call = Write(text, 0, 4, with_checksums);
+  mover_.Finish();
+  RunUntilEnded(call);
+  EXPECT_EQ(call->reply().getBlocks(), 4);
+  Wipe();
+  auto read = Read(text, 0, 4);
+  RunUntilEnded(read);
+  EXPECT_EQ(read->reply().getBlocks(), 4);
+}
+
+TEST_F(DeviceBlockCallsTest, ChecksumsAreOfAllPagesAndOfDeviceArenasAlone) {
+  Open();
+  const Text text = MakeText(4 * kPage);
+  Fill(text, 4);
+  for (const bool on_device : {false, true}) {
+    const Bytes checksums(on_device ? 8 : 8 * 4 * config_.layers, 1);
+    auto call = Write(text, 0, 4, [&](auto request) {
+      SetArena(request.initPages(), on_device ? kDeviceArena : arena_, 0, 4 * block_bytes_);
+      request.setChecksums(kj::arrayPtr(checksums.data(), checksums.size()));
+    });
+    RunUntilEnded(call);
+    EXPECT_EQ(CodeOf(call), int(absl::StatusCode::kInvalidArgument));
+    EXPECT_EQ(testing::DetailOfReply(call->reply().getStatus()).field, "checksums");
+  }
+  EXPECT_EQ(test().pool->slot_bytes_used(), 0);
+}
+
 TEST_F(DeviceBlockCallsTest, AGpuThatFailsStoresNothing) {
   Open();
   const Text text = MakeText(4 * kPage);

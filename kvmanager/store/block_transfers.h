@@ -105,8 +105,9 @@ class BlockWrites {
   /// also if somebody writes to `from` meanwhile. Any thread. Errors: INVALID_ARGUMENT naming page and place (NaN or
   /// Inf), the codec's.
   virtual absl::StatusOr<uint64_t> Put(size_t page, const uint8_t* from) const = 0;
-  /// The same of bytes that a device has put in place, with up to 63 bytes behind them, which become zeros.
-  virtual absl::StatusOr<uint64_t> CheckPut(size_t page) const = 0;
+  /// The same of bytes that a device has put in place, with up to 63 bytes behind them, which become zeros. known: the
+  /// checksum of an encoded page as who wrote it says, which is then not made; 0: none.
+  virtual absl::StatusOr<uint64_t> CheckPut(size_t page, uint64_t known) const = 0;
   /// All bytes are in place. checksums: [pages] of Put. Gives the blocks their names, but for names that others gave
   /// meanwhile; returns how many. At most once. Errors: UNAVAILABLE (the store has closed).
   virtual absl::StatusOr<size_t> Commit(absl::Span<const uint64_t> checksums) = 0;

@@ -9,6 +9,7 @@
 #include <random>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/checksum.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/store_fixture.h"
 
@@ -281,6 +282,38 @@ TEST_F(BlockTransfersTest, BytesThatAreNoPageAreRefused) {
   const absl::Status status = (*writes)->Put(config_.layers, wrong.data()).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(DetailOf(status).field, "pages[block 1][layer 0].k[head 0][token 0][channel 0]");
+}
+
+// A device copies them there, and says what their checksums are: a page is compared when it is used first.
+TEST_F(BlockTransfersTest, WhatADeviceHasPutInPlaceIsCheckedThere) {
+  Open("sinks");
+  const Text text = MakeText(4 * kPage);
+  for (const bool wrong : {false, true}) {
+    auto writes = Begin(text, 0, 4);
+    ASSERT_TRUE(writes.ok()) << writes.status();
+    std::vector<uint64_t> checksums;
+    for (size_t i = 0; i < (*writes)->pages().size(); ++i) {
+      const StoredPage& page = (*writes)->pages()[i];
+      bool raw;
+      const Bytes bytes = PageOf(text, i / config_.layers, page.layer, &raw);
+      std::memcpy(page.data, bytes.data(), bytes.size());
+      const uint64_t right = Checksum(bytes.data(), bytes.size());
+      const uint64_t said = wrong && i / config_.layers == 2 ? right + 1 : i % 2 == 0 ? right : 0;
+      const auto checksum = (*writes)->CheckPut(i, said);
+      ASSERT_TRUE(checksum.ok()) << checksum.status();
+      EXPECT_EQ(*checksum, raw || said == 0 ? right : said);  // of raw pages, and what is not known, it is made
+      checksums.push_back(*checksum);
+    }
+    EXPECT_EQ(*(*writes)->Commit(checksums), 4);
+    writes = absl::CancelledError();
+    const auto created = store().Create(cache_, Names(cache_, text, 4));
+    ASSERT_TRUE(created.ok()) << created.status();
+    EXPECT_EQ(created->match.hit_blocks, wrong ? 2 : 4);
+    store().Drop(created->sequence);
+    EXPECT_EQ(store().caches().Match(cache_, Names(cache_, text, 4))->hit_blocks, wrong ? 2 : 4);
+    store().caches().PurgeAll();
+    Open("sinks");
+  }
 }
 
 TEST_F(BlockTransfersTest, PagesOfAMiBAreWrittenAndCheckedAsSmallOnes) {

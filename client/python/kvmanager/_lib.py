@@ -70,7 +70,7 @@ class PagedLoad(ctypes.Structure):
 
 class PagedSave(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("raw", "stored", "host", "ids", "list", "list_device", "declined")),
+        *((name, c_void_p) for name in ("raw", "stored", "host", "ids", "list", "list_device", "declined", "sums")),
         *((name, c_uint32) for name in ("first_block", "count", "groups", "part")),
         *((name, c_void_p) for name in ("save", "send")),
     ]
@@ -111,7 +111,7 @@ _CALLS = {
     "kvm_read_async": [c_void_p, c_int32, c_void_p, c_uint32, POINTER(TensorRange), POINTER(TensorRange), _OBJECT],
     "kvm_read_blocks_async": [c_void_p, c_uint32, c_char_p, c_uint32, POINTER(TensorRange), _OBJECT],
     "kvm_write_blocks_async": [
-        c_void_p, c_uint32, c_char_p, c_uint32, c_char_p, c_uint64, POINTER(TensorRange), _OBJECT
+        c_void_p, c_uint32, c_char_p, c_uint32, c_char_p, c_uint64, c_char_p, POINTER(TensorRange), _OBJECT
     ],
     "kvm_bind_slabs": [c_void_p, c_uint64, c_int32, POINTER(c_uint64)],
     "kvm_map_blocks_async": [

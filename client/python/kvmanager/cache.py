@@ -362,23 +362,29 @@ class Cache(Handle):
         check(lib.kvm_bind_slabs(self._object, nbytes, device, byref(mapped)))
         return mapped.value
 
-    def write_blocks(self, names: BlockNames, raw: bytes, pages: ArenaTensor, first: int = 0) -> BlocksWritten:
+    def write_blocks(
+        self, names: BlockNames, raw: bytes, pages: ArenaTensor, first: int = 0, checksums: bytes = b""
+    ) -> BlocksWritten:
         """Stores and names the blocks of `names` that the daemon does not have, from `pages`, where they lie as in
         read_blocks; also on a GPU of the daemon (Device.create_arena), whose copy engines then bring them to their place: UnavailableError
         until the daemon has pinned its memory, also for no names. raw: [names][layers], 1 where a page is raw, else 0. The daemon
         checks its own copy of what it takes: InvalidArgumentError or DataLossError name a page that is wrong, and nothing is stored
-        then."""
-        return self.write_blocks_async(names, raw, pages, first).wait()
+        then. checksums: of pages on a GPU, [names][layers] XXH3-64 of 8 bytes each, which the daemon then need not make of encoded
+        pages, and compares when they are first used; or empty."""
+        return self.write_blocks_async(names, raw, pages, first, checksums).wait()
 
     def write_blocks_async(
-        self, names: BlockNames, raw: bytes, pages: ArenaTensor, first: int = 0
+        self, names: BlockNames, raw: bytes, pages: ArenaTensor, first: int = 0, checksums: bytes = b""
     ) -> Pending[BlocksWritten]:
         """The same, to be waited for later; `pages` must stay as it is until then."""
         place, pending, raw = _range_of(pages), c_void_p(), data("raw", raw)
+        checksums = data("checksums", checksums)
+        if len(checksums) not in (0, 8 * len(raw)):
+            raise invalid("checksums", f"{len(checksums)} bytes", f"empty, or {8 * len(raw)} bytes")
         first = integer("first", first, 0, _UINT32_MAX)
         check(
             lib.kvm_write_blocks_async(
-                self._object, first, _names(names).data, len(names), raw, len(raw), place, byref(pending)
+                self._object, first, _names(names).data, len(names), raw, len(raw), checksums or None, place, byref(pending)
             )
         )
         return Pending(pending.value, lambda values, made: BlocksWritten(values[0], values[1]), (pages, self))

@@ -102,6 +102,7 @@ class PagedBlocks:
             self._save_lists[extent.staging].data_ptr(),
             self._device_save_lists[extent.staging].data_ptr(),
             extent.declined_address,
+            extent.sums_address,
             first,
             count,
             self._groups,

@@ -124,6 +124,7 @@ class Piece:
     forms: bytes  # of their pages, 1: raw
     nbytes: int
     there: bool  # the range has them; else Extent.bring() brings them
+    checksums: bytes = b""  # of the pages, where they are known
 
 
 class Extent:
@@ -152,10 +153,13 @@ class Extent:
             pages = self.blocks * g.layers
             self._items = torch.empty((pages, 4), dtype=torch.int64, pin_memory=self._on_gpu)
             self._declined = torch.zeros(_words(pages), dtype=torch.int32, pin_memory=self._on_gpu)
-            self._sums = torch.empty(pages, dtype=torch.int64, pin_memory=self._on_gpu)  # of what was fetched
+            self._sums = torch.empty(pages, dtype=torch.int64, pin_memory=self._on_gpu)  # of what was fetched, or saved
         self._expected: torch.Tensor | None = None  # of the same
         self._encoded = self.encoded_pages  # all that was encoded, while pieces of it are brought
         self.declined_address = self._declined.data_ptr()
+        # Where PagedBlocks.save() leaves the pages' checksums; 0: the daemon makes them, of what its CPUs copy.
+        self.sums_address = self._sums.data_ptr() if of.direct and not codec.identity else 0
+        self._summed = False  # they are of what was encoded
         self._planned: dict[str, tuple[object, _Plan]] = {}  # the newest of each kind, and of what
         self._writing: tuple[int, int, int] = (0, 0, 0)  # of encode(): count, first, bytes
         self._items_are: tuple[_Plan | None, int | None] = (None, None)
@@ -206,7 +210,7 @@ class Extent:
         """Brings `count` blocks, of which the first is block `first` of its sequence, into the range; only begun on a GPU."""
         g, of = self.of.geometry, self.of
         plan = self._plan_to_encode(count, first)
-        self._writing = count, first, plan.nbytes
+        self._writing, self._summed = (count, first, plan.nbytes), False
         if len(plan.encoded):
             self._write_items(plan, first * g.block_tokens)
             of.codec.encode(self._items.data_ptr(), len(plan.encoded), self._declined.data_ptr(), stream)
@@ -217,7 +221,7 @@ class Extent:
 
     def note_encoded(self, count: int, first: int, nbytes: int) -> None:
         """encode() was begun by other means (paged_blocks.py), and takes so much of the range."""
-        self._writing, self._items_are = (count, first, nbytes), (None, None)
+        self._writing, self._items_are, self._summed = (count, first, nbytes), (None, None), self.sums_address != 0
         expected = self.of.encoded_bytes_of(count, self._sinks(count, first))
         if nbytes != expected:
             raise RuntimeError(f"pages take {nbytes} bytes, thought to take {expected}")
@@ -232,7 +236,8 @@ class Extent:
             if self.of.direct:  # the first piece is brought to where the others are
                 self._encoded = self.encoded_pages.clone()
             return self._pieces(plan, plan.encoded[self._declined[:pages] != 0])
-        return [Piece(0, count, forms, nbytes, there=True)]
+        checksums = ctypes.string_at(self.sums_address, 8 * len(forms)) if self._summed else b""
+        return [Piece(0, count, forms, nbytes, there=True, checksums=checksums)]
 
     def _pieces(self, plan: _Plan, declined: torch.Tensor) -> list[Piece]:
         """Pages that the codec declined stay raw and take more than was thought."""

@@ -400,9 +400,9 @@ class WorkerTest(DaemonTestCase):
         rows[1:, declined] = 1e38
         write = kvmanager.Cache.write_blocks_async
 
-        def noted(cache, names, raw, pages, first):
+        def noted(cache, names, raw, pages, first, checksums):
             written.append((first, len(names), pages.nbytes))
-            return write(cache, names, raw, pages, first)
+            return write(cache, names, raw, pages, first, checksums)
 
         with unittest.mock.patch.object(kvmanager.Cache, "write_blocks_async", noted):
             source.store("a", hashes, list(range(10, 33)), rows)

@@ -247,7 +247,7 @@ class StoreJob:
                 self._written(writing.popleft())
             first = part.first + piece.first
             theirs = names[first : first + piece.count]
-            call = cache.write_blocks_async(theirs, piece.forms, part.extent.bring(piece), first)
+            call = cache.write_blocks_async(theirs, piece.forms, part.extent.bring(piece), first, piece.checksums)
             writing.append(Writing(None, first, piece.count, piece.nbytes, call))
         with self._lock:
             self._begun.remove(part)
