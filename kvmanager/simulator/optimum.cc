@@ -58,7 +58,7 @@ std::vector<size_t> NextUses(const Trace& trace) {
   std::vector<size_t> next(trace.blocks.size(), SIZE_MAX), seen(trace.distinct, SIZE_MAX);
   for (size_t i = trace.requests.size(); i-- > 0;) {
     const TraceRequest& request = trace.requests[i];
-    for (size_t at = request.header; at < request.header + request.blocks; ++at) {
+    for (size_t at = request.first; at < request.first + request.blocks; ++at) {
       next[at] = std::exchange(seen[trace.blocks[at]], i);
     }
   }

@@ -254,7 +254,7 @@ class Replayer {
   size_t RunOne(const TraceRequest& request, double* copy_s) {
     const auto numbers = trace_.BlocksOf(request);
     for (size_t i = 0; i < numbers.size() && !next_uses_.empty(); ++i)
-      next_use_[numbers[i]] = next_uses_[request.header + i];
+      next_use_[numbers[i]] = next_uses_[request.first + i];
     from_.clear();
     SimulatedTier& top = tiers_[0];
     for (const uint32_t number : numbers) {

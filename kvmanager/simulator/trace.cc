@@ -36,7 +36,7 @@ class Reader {
       return InvalidField(absl::StrCat(at, ": hash_ids"), ids == read.end() ? "missing" : "given",
                           absl::StrCat("an array of at most ", Trace::kRequestBlocksMax, " integers"));
     }
-    request.header = trace_.blocks.size();
+    request.first = trace_.blocks.size();
     for (const nlohmann::json& id : *ids) {
       if (!id.is_number_integer()) return InvalidField(absl::StrCat(at, ": hash_ids"), JsonText(id), "integers");
       const auto [place, is_new] =
@@ -46,7 +46,7 @@ class Reader {
       }
       trace_.blocks.push_back(place->second.number);
     }
-    request.blocks = trace_.blocks.size() - request.header;
+    request.blocks = trace_.blocks.size() - request.first;
     trace_.requests.push_back(request);
     return absl::OkStatus();
   }
@@ -158,7 +158,7 @@ Trace MakeTrace(uint64_t seed, size_t requests) {
     for (uint64_t i = 0, n = below(3); i < n; ++i) one.blocks.push_back(next++);
     trace.blocks.insert(trace.blocks.end(), one.blocks.begin(), one.blocks.end());
     trace.blocks.push_back(next++);
-    request.blocks = trace.blocks.size() - request.header;
+    request.blocks = trace.blocks.size() - request.first;
     request.input_tokens = request.blocks * 512;
     trace.requests.push_back(request);
     // A third of those that begin come back; who came back does so more often.
@@ -179,7 +179,7 @@ Trace WithFullBlocks(const Trace& trace, uint64_t block_tokens) {
   for (TraceRequest request : trace.requests) {
     const auto blocks =
         trace.BlocksOf(request).first(std::min<size_t>(request.blocks, request.input_tokens / block_tokens));
-    request.header = full.blocks.size();
+    request.first = full.blocks.size();
     request.blocks = blocks.size();
     for (const uint32_t block : blocks) {
       if (numbers[block] == kNone) numbers[block] = static_cast<uint32_t>(full.distinct++);

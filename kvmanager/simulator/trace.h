@@ -34,7 +34,7 @@ struct Trace {
   size_t distinct = 0;                 // numbers
 
   absl::Span<const uint32_t> BlocksOf(const TraceRequest& request) const {
-    return absl::MakeConstSpan(blocks).subspan(request.header, request.blocks);
+    return absl::MakeConstSpan(blocks).subspan(request.first, request.blocks);
   }
 };
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _HAND_OFF_MS = 30000
 _WRITES = 3  # calls that write blocks at once: the daemon copies on many cores, and a call alone leaves them idle between two
+_DIRECT_WRITES = 4  # the same where its GPU copies, beside which it checks what was copied before
 _FIRST_BLOCKS = 4  # of a store, so that the first copies begin soon, and of its last, so that little is left behind them
 
 
@@ -164,6 +165,7 @@ class StoreJob:
         cache = session.cache((store.tenant, half.facts.rank))
         filling: collections.deque[Stored] = collections.deque()
         writing: collections.deque[Writing] = collections.deque()
+        most = _DIRECT_WRITES if half.stores is not None and half.stores.direct else _WRITES
         try:
             there = self._skip_present(cache)
             part = self._next_part()
@@ -184,7 +186,7 @@ class StoreJob:
                     self._written(writing.popleft())
                 elif part is None:
                     break
-                if len(writing) > _WRITES:
+                if len(writing) > most:
                     self._written(writing.popleft())
                 part = self._next_part()
         except Exception as error:  # a GPU's, too: ranges that the daemon reads are closed behind that
