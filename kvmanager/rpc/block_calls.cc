@@ -161,7 +161,9 @@ class BlockCalls::Reading final : public Copying {
       auto unmap = reply.initUnmap(static_cast<uint32_t>(recalled.size()));
       for (uint32_t i = 0; i < recalled.size(); ++i) unmap.set(i, recalled[i]);
     }
-    return lies ? std::move(reads_) : nullptr;
+    // A worker that has not begun has this object for a while; what it leased is given back now.
+    std::unique_ptr<BlockReads> reads = std::move(reads_);
+    return lies ? std::move(reads) : nullptr;
   }
 
  private:
@@ -186,10 +188,11 @@ class BlockCalls::Writing final : public Copying {
   }
 
   absl::Status WriteReply(api::BlocksReply::Builder reply) {
+    const std::unique_ptr<BlockWrites> writes = std::move(writes_);  // ends here, as Reading's
     if (wrong() != kNone) return errors_[wrong()];
-    KV_ASSIGN_OR_RETURN(const size_t named, writes_->Commit(checksums_));
+    KV_ASSIGN_OR_RETURN(const size_t named, writes->Commit(checksums_));
     reply.setBlocks(static_cast<uint32_t>(named));
-    reply.setPresent(static_cast<uint32_t>(writes_->present()));
+    reply.setPresent(static_cast<uint32_t>(writes->present()));
     return absl::OkStatus();
   }
   /// The next ones, at most kCopiesAtOnce; empty: there are no more.
@@ -225,7 +228,7 @@ class BlockCalls::Writing final : public Copying {
 
   static constexpr size_t kCopiesAtOnce = 2048;  // the loop spends 3 us on a copy that is not joined to others
 
-  const std::unique_ptr<BlockWrites> writes_;
+  std::unique_ptr<BlockWrites> writes_;
   const bool on_device_;
   const std::vector<uint64_t> known_;
   size_t taken_ = 0;                  // of offsets()
