@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+import sys
 import threading
 import time
 from typing import Callable, Protocol
@@ -43,6 +44,12 @@ CACHES_MAX = 64  # open at once; the least recently used goes
 _MS_MAX = 3600000
 _WRONG = (InvalidArgumentError, FailedPreconditionError, NotFoundError, PermissionDeniedError, UnimplementedError)
 PENDING_MAX = 64  # calls under way that nobody waits for
+_SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
+
+
+def share_lock() -> None:
+    """For a link beside an engine's threads that poll: its own would wait 5 ms for Python's lock behind each call."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
 
 
 def check_setting(key: str, value: object, default: object, staging_mib_max: int) -> None:

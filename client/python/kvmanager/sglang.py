@@ -21,7 +21,7 @@ import torch
 from sglang.srt.mem_cache import hicache_storage as base
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
-from ._link import Link, Session, check_setting
+from ._link import Link, Session, check_setting, share_lock
 from .cache import BlockNames, Cache, Sequence
 from .errors import DeadlineExceededError, Error, UnavailableError
 from .paged import Extent, Staging
@@ -215,6 +215,7 @@ class KvManagerHiCache(HiCacheStorage):
             logger.warning("kvmanager keeps nothing of pool %s: %s", name, error)
             return
         if self._link is None:
+            share_lock()
             self._link = Link(
                 self._settings["address"],
                 f"sglang rank {config.tp_rank}",

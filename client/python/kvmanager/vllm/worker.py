@@ -12,12 +12,11 @@ What is not stored is counted by reason, and costs a miss later.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from .._link import Link, Session
+from .._link import Link, Session, share_lock
 from ..errors import Error, FailedPreconditionError, NotFoundError, UnavailableError, UnimplementedError
 from ..page_codec import PageCodec
 from ..paged import Fence, PagedCopy
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from ..device import Device
     from ..paged_blocks import PagedBlocks
 
-_SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 _EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon, or of one batch of copies
 _STORE_BYTES = 128 << 20  # the same of a store that is encoded on a GPU
 _EXTENTS = 4  # of an arena, at least, where its size allows
@@ -101,8 +99,7 @@ class WorkerHalf:
         self.copies = PagedCopy(
             layers, facts.blocks, facts.block_tokens, facts.heads, facts.head_dim, packings, list(facts.groups)
         )
-        # The engine's thread polls for what is loaded: the link's would wait 5 ms for it behind each call.
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        share_lock()
         if self.link is None:
             self.link = Link(
                 settings.address,
