@@ -10,10 +10,12 @@ import urllib.request
 import kvmanager
 from kvmanager_testing import Daemon
 
+_WAIT_MS = 60000  # not a test of how busy the machine is
+
 
 def published(daemon: Daemon) -> int:
     """Blocks that can be found by name."""
-    with kvmanager.connect(daemon.listen) as client:
+    with kvmanager.connect(daemon.listen, connect_ms=_WAIT_MS) as client:
         return client.status().published_blocks
 
 
