@@ -12,7 +12,7 @@
 #include "attention/device_step_kernels.h"
 #include "attention/device_step_sizes.h"
 #include "attention/prefill_plan.h"
-#include "attention/step_choice.h"
+#include "attention/step_selection.h"
 #include "attention/upload_piece.h"
 #include "attention/upload_ring.h"
 #include "kvmanager/base/status.h"
@@ -60,7 +60,7 @@ class CudaDeviceStep final : public DeviceStep {
   absl::Status Attend(int layer, const void* q, void* out, float* lse) override;
   absl::Status CopyOpen(absl::Span<const OpenCopy> copies) override;
   Counts counts() const override { return counts_; }
-  uint64_t launches() const override { return sparse_ ? choice_->launches() : 0; }
+  uint64_t launches() const override { return sparse_ ? selection_->launches() : 0; }
   uint64_t uploads() const override { return uploads_; }
 
  private:
@@ -100,7 +100,7 @@ class CudaDeviceStep final : public DeviceStep {
   absl::Status PlanClass(Class* of);
   absl::Status UploadStep(int first_layer, int end_layer);
   absl::Status Send(size_t changes, bool rows, Class* items_of);
-  absl::Status PrepareChoice(int first_layer, int end_layer);
+  absl::Status PrepareSelection(int first_layer, int end_layer);
   absl::Status AttendLong(int layer, const void* q, void* out, float* lse);
 
   const Options o_;
@@ -135,7 +135,7 @@ class CudaDeviceStep final : public DeviceStep {
   // Of the memory for uploads:
   uint64_t* done_ = nullptr;
   std::optional<UploadRing> ring_;
-  std::optional<StepChoice> choice_;  // where queries choose what they read
+  std::optional<StepSelection> selection_;  // where queries choose what they read
 
   // The step, as last prepared: entries_ and what follows from them.
   std::vector<Entry> entries_;
@@ -152,7 +152,7 @@ class CudaDeviceStep final : public DeviceStep {
   std::vector<int> class_of_;    // [layers]; kNoClass: some page is not there
   uint64_t versions_ = 0;
   bool sparse_ = false,
-       choice_planned_ = false;  // some queries select what they read; choice_ has the plan of entries_
+       selection_planned_ = false;  // some queries select what they read; selection_ has the plan of entries_
   int prepared_first_ = 0, prepared_end_ = 0;
   Counts counts_;
 
@@ -259,9 +259,9 @@ absl::Status CudaDeviceStep::Init() {
   done_ = reinterpret_cast<uint64_t*>(upload);
   *done_ = 0;
   ring_.emplace(upload + UploadRing::kAlign, sizes_.ring_bytes, done_);
-  if (o_.codec->choice() != nullptr) {
-    choice_.emplace(o_, sizes_.choice);
-    KV_RETURN_IF_ERROR(choice_->Init());
+  if (o_.codec->selection() != nullptr) {
+    selection_.emplace(o_, sizes_.selection);
+    KV_RETURN_IF_ERROR(selection_->Init());
   }
   if (o_.non_finite != nullptr) std::fill_n(o_.non_finite, o_.sequences_max, 0);
   KV_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(base, 0, bytes, o_.stream), "cudaMemsetAsync"));
@@ -271,7 +271,7 @@ absl::Status CudaDeviceStep::Init() {
 
 absl::StatusOr<uint32_t> CudaDeviceStep::AddSequence(uint64_t pages_hint) {
   KV_ASSIGN_OR_RETURN(const uint32_t place, tables_.AddSequence(pages_hint));
-  if (choice_) choice_->NoCodes(place);
+  if (selection_) selection_->NoCodes(place);
   if (o_.non_finite != nullptr && std::find(resets_.begin(), resets_.end(), place) == resets_.end()) {
     resets_.push_back(place);
   }
@@ -281,13 +281,13 @@ absl::StatusOr<uint32_t> CudaDeviceStep::AddSequence(uint64_t pages_hint) {
 absl::Status CudaDeviceStep::SetPages(uint32_t place, int layer, uint32_t first_page,
                                       absl::Span<const DevicePage> pages) {
   KV_RETURN_IF_ERROR(tables_.SetPages(place, layer, first_page, pages));
-  if (!choice_) return absl::OkStatus();
+  if (!selection_) return absl::OkStatus();
   // A codebook or a chunk of codes that is named is new.
   const auto index = std::find_if(pages.begin(), pages.end(),
                                   [](const DevicePage& page) { return page.encoded != DevicePage::kNoSlot; });
   if (index == pages.end()) return absl::OkStatus();
   const uint64_t at = first_page + uint64_t(index - pages.begin());
-  choice_->NoCodes(place, layer, at == 0 ? 0 : (at - 1) * device::kCodeChunkTokens);
+  selection_->NoCodes(place, layer, at == 0 ? 0 : (at - 1) * device::kCodeChunkTokens);
   return absl::OkStatus();
 }
 
@@ -306,9 +306,9 @@ absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
       return InvalidField("entry's position", entry.position, "so that its last is below 2^32");
     }
     tokens += uint64_t(entry.tokens);
-    if (entry.sparse_queries < 0 || entry.sparse_queries > (choice_ ? entry.tokens : 0)) {
+    if (entry.sparse_queries < 0 || entry.sparse_queries > (selection_ ? entry.tokens : 0)) {
       return InvalidField("queries of an entry that choose", entry.sparse_queries,
-                          absl::StrCat("0..", choice_ ? entry.tokens : 0));
+                          absl::StrCat("0..", selection_ ? entry.tokens : 0));
     }
     sparse |= entry.sparse_queries > 0;
     const int exact = entry.tokens - entry.sparse_queries;
@@ -327,7 +327,7 @@ absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
   long_entries_ = long_entries;
   exact_entries_ = exact_entries;
   sparse_ = sparse;
-  choice_planned_ = false;
+  selection_planned_ = false;
   const auto rows_of = [&](int of_entry) {
     return std::min(std::min(of_entry, DevicePlanner::kQueryTokensMax) * group_heads_, device::kTileRows);
   };
@@ -476,13 +476,14 @@ absl::Status CudaDeviceStep::UploadStep(int first_layer, int end_layer) {
   return absl::OkStatus();
 }
 
-absl::Status CudaDeviceStep::PrepareChoice(int first_layer, int end_layer) {
-  if (!choice_planned_) {
-    KV_RETURN_IF_ERROR(choice_->Plan(entries_, tables_));
-    choice_planned_ = true;
+absl::Status CudaDeviceStep::PrepareSelection(int first_layer, int end_layer) {
+  if (!selection_planned_) {
+    KV_RETURN_IF_ERROR(selection_->Plan(entries_, tables_));
+    selection_planned_ = true;
   }
-  KV_RETURN_IF_ERROR(choice_->Upload(&*ring_, done_, d_upload_arrived_));
-  return choice_->CodeEarlier(first_layer, end_layer, entries_, tables_, d_tables_, &*ring_, done_, d_upload_arrived_);
+  KV_RETURN_IF_ERROR(selection_->Upload(&*ring_, done_, d_upload_arrived_));
+  return selection_->CodeEarlier(first_layer, end_layer, entries_, tables_, d_tables_, &*ring_, done_,
+                                 d_upload_arrived_);
 }
 
 absl::Status CudaDeviceStep::Prepare(int first_layer, int layers, absl::Span<const Entry> entries, bool append,
@@ -513,13 +514,13 @@ absl::Status CudaDeviceStep::Prepare(int first_layer, int layers, absl::Span<con
   if (reading_generation_ != tables_.generation() || unknown()) KV_RETURN_IF_ERROR(FindClasses(first_layer, end_layer));
   KV_RETURN_IF_ERROR(UploadStep(first_layer, end_layer));
   const bool chooses = attend_ && sparse_;
-  if (chooses) KV_RETURN_IF_ERROR(PrepareChoice(first_layer, end_layer));
+  if (chooses) KV_RETURN_IF_ERROR(PrepareSelection(first_layer, end_layer));
   counts_ = {};
   if (attend_) {
     for (int layer = first_layer; layer < end_layer; ++layer) {
       const Class& of = classes_[class_of_[layer]];
       counts_.encoded_pairs += of.size.encoded_pairs + of.prefill_size.encoded_pairs;
-      counts_.raw_pairs += of.size.raw_pairs + of.prefill_size.raw_pairs + (chooses ? choice_->pairs() : 0);
+      counts_.raw_pairs += of.size.raw_pairs + of.prefill_size.raw_pairs + (chooses ? selection_->pairs() : 0);
     }
   }
   prepared_first_ = first_layer;
@@ -577,7 +578,7 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
     KV_RETURN_IF_ERROR(CudaStatus(kernels.launch(p, rows_max, blocks_of(kernels), o_.stream), "attention"));
   }
   if (prefills) KV_RETURN_IF_ERROR(AttendLong(layer, q, out, lse));
-  return sparse_ ? choice_->Launch(p) : absl::OkStatus();
+  return sparse_ ? selection_->Launch(p) : absl::OkStatus();
 }
 
 // Of the entries that have many tokens.
@@ -644,7 +645,7 @@ absl::StatusOr<std::unique_ptr<DeviceStep>> DeviceStep::Create(const Options& op
   tables.page_tokens = options.layout.page_tokens;
   tables.pages_max = options.pages_max;
   tables.sequences_max = options.sequences_max;
-  tables.index_tokens = options.codec->choice() == nullptr ? 0 : device::kCodeChunkTokens;
+  tables.index_tokens = options.codec->selection() == nullptr ? 0 : device::kCodeChunkTokens;
   KV_ASSIGN_OR_RETURN(StepTables made, StepTables::Make(tables));
   auto step = std::make_unique<CudaDeviceStep>(options, sizes, std::move(made));
   KV_RETURN_IF_ERROR(step->Init());

@@ -88,7 +88,7 @@ class DeviceStep {
   virtual void Truncate(uint32_t place, uint32_t pages) = 0;
 
   using Entry = DeviceStepEntry;
-  /// Of an entry's queries the last `sparse_queries` choose what they read (DeviceCodec::choice), by the index that
+  /// Of an entry's queries the last `sparse_queries` choose what they read (DeviceCodec::selection), by the index that
   /// SetPages named: codes of what the index has yet to cover are made here, and of the entry's own tokens behind its
   /// Append. Entries of PrefillPlanner::kTokensMin tokens and more are attended to on tensor cores where the codec has
   /// kernels for that (DeviceCodec::prefill), encoded pages as what they decode to. Plans a step for layers

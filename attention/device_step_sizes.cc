@@ -78,11 +78,11 @@ absl::StatusOr<StepSizes> StepSizesOf(const DeviceStep::Options& o) {
     }
     sizes.blocks_max = std::max(sizes.blocks_max, size_t(o.multiprocessors) * size_t(kernels->grid.blocks_per_sm));
   }
-  if (const DeviceChoice* const choice = o.codec->choice(); choice != nullptr) {
+  if (const DeviceSelection* const selection = o.codec->selection(); selection != nullptr) {
     if (!o.identity) return absl::InvalidArgumentError("queries choose among raw pages alone");
-    KV_ASSIGN_OR_RETURN(sizes.choice, StepChoice::SizesOf(o));
+    KV_ASSIGN_OR_RETURN(sizes.selection, StepSelection::SizesOf(o));
     sizes.blocks_max =
-        std::max(sizes.blocks_max, size_t(o.multiprocessors) * size_t(choice->rows().grid.blocks_per_sm));
+        std::max(sizes.blocks_max, size_t(o.multiprocessors) * size_t(selection->rows().grid.blocks_per_sm));
   }
   // Groups of tokens end with a page, with a piece of a long entry, and with an entry.
   const size_t tokens = o.tokens_max, group_heads = o.query_heads / o.layout.kv_heads;
@@ -96,7 +96,7 @@ absl::StatusOr<StepSizes> StepSizesOf(const DeviceStep::Options& o) {
     sizes.prefill_runs_max =
         std::max({kItemsMin, sizes.prefill_runs_max, kRunsOfTile * PrefillPlanner::TileGroupsMax(plan, tokens)});
   }
-  const size_t largest = std::max(sizes.plan_bytes(), sizes.choice.plan_bytes()) + tokens * sizeof(step::AppendRow) +
+  const size_t largest = std::max(sizes.plan_bytes(), sizes.selection.plan_bytes()) + tokens * sizeof(step::AppendRow) +
                          size_t(o.sequences_max) * sizeof(uint32_t) + kRingRoundBytes;
   sizes.ring_bytes = (std::max(kRingBytesMin, 4 * largest) + kRingRoundBytes - 1) / kRingRoundBytes * kRingRoundBytes;
   return sizes;

@@ -7,7 +7,7 @@
 #include "absl/status/statusor.h"
 #include "attention/device_step.h"
 #include "attention/prefill_plan.h"
-#include "attention/step_choice.h"
+#include "attention/step_selection.h"
 #include "attention/upload_ring.h"
 #include "codecs/device/attend_params.h"
 #include "codecs/device/prefill_params.h"
@@ -19,7 +19,7 @@ struct StepSizes {
   size_t blocks_max = 0;                               // of any layer's kernel
   size_t items_max = 0;                                // of a layer
   size_t prefill_items_max = 0, prefill_runs_max = 0;  // of a layer; 0: no layer has kernels for many query tokens
-  ChoiceSizes choice;                                  // zero where queries read everything
+  SelectionSizes selection;                            // zero where queries read everything
   size_t ring_bytes = 0;
   /// Of a layer, in the ring.
   size_t plan_bytes() const {

@@ -1,5 +1,5 @@
-// PQ on a GPU: microseconds of one layer's choice and attention, KV on the device or in pinned host memory, and how
-// fast keys become codes.
+// PQ on a GPU: microseconds of one layer's sparse selection and attention, KV on the device or in pinned host memory,
+// and how fast keys become codes.
 //
 //   bazel run --config=opt //attention:pq_gpu_bench -- [--json FILE] [--host] [--encode] [--blocks N]
 //
@@ -460,7 +460,8 @@ nlohmann::json OnHost(const Shape& shape, int multiprocessors) {
 }
 
 int Main(int argc, char** argv) {
-  CLI::App app("PQ on a GPU: choice and attention of one layer, from device or host memory, and codes of keys.");
+  CLI::App app(
+      "PQ on a GPU: sparse selection and attention of one layer, from device or host memory, and codes of keys.");
   std::string json, grid = "bars";
   bool host = false, encode = false;
   int blocks = 0;
@@ -485,7 +486,7 @@ int Main(int argc, char** argv) {
     ceiling = bytes / Measure([&](int, cudaStream_t stream) { return ReadAll(memory.get(), bytes, stream); }) * 1e-6;
   }
   std::printf("read ceiling %.3f TB/s, SM clock at most %.0f MHz\n", ceiling, khz / 1e3);
-  // Of a step: `us` as a layer's step launches it, early with the choice launched into the end of what is before it,
+  // Of a step: `us` as a layer's step launches it, early with the selection launched into the end of what is before it,
   // fetched with the next index read on another stream meanwhile.
   std::printf("%5s %7s %6s %10s %8s %6s %10s %10s %7s %10s %10s\n", "batch", "context", "heads", "us", "TB/s", "share",
               "select us", "attend us", "blocks", "early us", "fetched us");

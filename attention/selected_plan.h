@@ -1,5 +1,5 @@
 // Plans attention of a batch over chosen tokens for a GPU: how many rows a query reads of each KV head is known before
-// which ones they are, so a plan is made on the host, and the choice on the device (codecs/pq/pq_device.h).
+// which ones they are, so a plan is made on the host, and the selection on the device (codecs/pq/pq_device.h).
 //
 // A query's rows of a KV head are a list; a plan cuts lists as DevicePlanner cuts pages.
 #pragma once

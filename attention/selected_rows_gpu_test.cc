@@ -1,5 +1,5 @@
-// The whole of a query over chosen tokens on a GPU: choice and attention, against double precision over the same
-// tokens.
+// The whole of a query over selected tokens on a GPU: sparse selection and attention, against double precision over the
+// same tokens.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -32,10 +32,10 @@ struct DeviceStepEntry {
   friend bool operator==(const DeviceStepEntry&, const DeviceStepEntry&) = default;
 };
 
-/// DeviceStepEntry::sparse_queries of queries at `position` and behind, where those from `chooses_from` on choose.
-inline int SparseQueries(uint64_t chooses_from, uint64_t position, int tokens) {
+/// DeviceStepEntry::sparse_queries of queries at `position` and behind, where those from `sparse_from` on choose.
+inline int SparseQueries(uint64_t sparse_from, uint64_t position, int tokens) {
   const uint64_t end = position + uint64_t(tokens);
-  return chooses_from >= end ? 0 : int(end - (chooses_from > position ? chooses_from : position));
+  return sparse_from >= end ? 0 : int(end - (sparse_from > position ? sparse_from : position));
 }
 
 /// What the entries of a step read in one layer; layers where it is equal share a plan.

@@ -145,7 +145,7 @@ struct ExtendBatch {
 struct ExtendOutcome {
   uint64_t epoch = 0;
   std::vector<uint32_t> aged, changes, encode_items;
-  std::vector<uint64_t> chooses_from;  // empty: no query chooses what it reads
+  std::vector<uint64_t> sparse_from;  // empty: no query chooses what it reads
   uint64_t encode_batch = 0;
   uint32_t encode_at = 0;
 };

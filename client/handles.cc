@@ -676,7 +676,7 @@ Pending<absl::StatusOr<ExtendOutcome>> CacheImpl::ExtendAsync(const ExtendBatch&
         ExtendOutcome outcome;
         outcome.epoch = reply.getEpoch();
         for (const uint32_t aged : reply.getAged()) outcome.aged.push_back(aged);
-        for (const uint64_t from : reply.getChoosesFrom()) outcome.chooses_from.push_back(from);
+        for (const uint64_t from : reply.getChoosesFrom()) outcome.sparse_from.push_back(from);
         KV_RETURN_IF_ERROR(ReadWords("changes", reply.getChanges(), &outcome.changes));
         KV_RETURN_IF_ERROR(ReadWords("encodeItems", reply.getEncodeItems(), &outcome.encode_items));
         outcome.encode_batch = reply.getEncodeBatch();

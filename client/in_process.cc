@@ -212,13 +212,13 @@ absl::Status InProcessImpl::ApplyChanges(absl::Span<const StepEntry> entries, ab
 absl::Status InProcessImpl::PrepareStep() {
   const absl::Span<const StepEntry> entries = asked_entries_;
   if (extended_.aged.size() != entries.size() ||
-      (!extended_.chooses_from.empty() && extended_.chooses_from.size() != entries.size())) {
+      (!extended_.sparse_from.empty() && extended_.sparse_from.size() != entries.size())) {
     return absl::InternalError("the daemon's answer is not of this step");
   }
   KV_RETURN_IF_ERROR(ApplyChanges(entries, extended_.changes));
   entries_.clear();
   for (size_t i = 0; i < entries.size(); ++i) {
-    const uint64_t from = extended_.chooses_from.empty() ? UINT64_MAX : extended_.chooses_from[i];
+    const uint64_t from = extended_.sparse_from.empty() ? UINT64_MAX : extended_.sparse_from[i];
     entries_.push_back({places_.at(entries[i].sequence), entries[i].position, entries[i].tokens, extended_.aged[i],
                         SparseQueries(from, entries[i].position, entries[i].tokens)});
   }

@@ -126,7 +126,7 @@ class SequenceIndex {
   virtual IndexFacts facts() const = 0;
   /// The position from which on queries choose, if the next append were of `tokens` tokens at `position`, or 0: none.
   /// kNever: it is not known yet.
-  virtual uint64_t ChoosesFrom(uint64_t position, int tokens) const = 0;
+  virtual uint64_t SparseFrom(uint64_t position, int tokens) const = 0;
 
   /// `tokens` tokens were appended to `layer`, the first at `position`. Without a prompt length, the first single token
   /// behind others ends the prompt. now_ns: of a monotonic clock, to learn how long a prefill takes.

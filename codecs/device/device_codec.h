@@ -12,7 +12,7 @@
 
 namespace kvmanager {
 
-class DeviceChoice;
+class DeviceSelection;
 
 struct DeviceEncodeItem {
   const uint8_t* raw;    // a full raw page, finite values only; 16-byte aligned
@@ -46,7 +46,7 @@ class DeviceCodec {
 
   /// Of a codec whose queries choose what they read (Codec::NewIndex), by kernels of its own; lives as long as this
   /// object. nullptr: all read everything.
-  virtual const DeviceChoice* choice() const { return nullptr; }
+  virtual const DeviceSelection* selection() const { return nullptr; }
 
   /// The codec of a layer's pages, whose Encode and Decode serve them: this one, unless layers have their own.
   virtual const DeviceCodec& of(int layer) const { return *this; }

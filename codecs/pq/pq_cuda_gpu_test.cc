@@ -228,7 +228,7 @@ TEST_F(PqGpu, CodesOfHostileKeysAreTheCpus) {
   }
 }
 
-// ---- the choice ----
+// ---- sparse selection ----
 
 struct Tokens {
   uint32_t sinks, middle, chosen, local;

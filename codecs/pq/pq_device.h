@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "codecs/device/choice_params.h"
+#include "codecs/device/selection_params.h"
 
 struct CUstream_st;
 
@@ -66,7 +66,7 @@ int LaunchPqPrepareBooks(const DeviceShape& shape, uint8_t* const* books, uint32
 int LaunchPqEncode(const DeviceShape& shape, const uint8_t* pool, const uint32_t* slots, const DeviceIndexTable& table,
                    const DeviceEncodeCodes* items, uint32_t count, CUstream_st* stream);
 
-// ---- the choice ----
+// ---- sparse selection ----
 
 struct SelectParams {
   DeviceShape shape;
@@ -133,7 +133,7 @@ struct CacheParams {
 };
 inline constexpr uint32_t kCacheBlocksOfContext = 49152;
 
-/// After a step's attention: counts its choice, admits blocks as BlockCache::Update does, and copies them.
+/// After a step's attention: counts what it selected, admits blocks as BlockCache::Update does, and copies them.
 int LaunchPqCacheUpdate(const CacheParams& params, CUstream_st* stream);
 
 // ---- attention over the rows ----

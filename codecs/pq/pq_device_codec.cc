@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "codecs/device/device_choice.h"
+#include "codecs/device/device_selection.h"
 #include "codecs/pq/pq_rows_cuda.h"
 #include "codecs/pq/pq_selects.h"
 
@@ -10,9 +10,9 @@ namespace kvmanager {
 namespace {
 
 /// The kernels of a layout and its parameters.
-class PqDeviceChoice final : public DeviceChoice {
+class PqDeviceSelection final : public DeviceSelection {
  public:
-  PqDeviceChoice(const pq::DeviceShape& shape, const pq::Parameters& parameters, const device::AttendKernels* rows)
+  PqDeviceSelection(const pq::DeviceShape& shape, const pq::Parameters& parameters, const device::AttendKernels* rows)
       : shape_(shape), parameters_(parameters), rows_(*rows) {}
 
   const device::AttendKernels& rows() const override { return rows_; }
@@ -33,7 +33,7 @@ class PqDeviceChoice final : public DeviceChoice {
     const int error = rows_.prepare();
     return error != 0 ? error : pq::PrepareSelect();
   }
-  int LaunchSelect(const device::ChoiceParams& params, int blocks, uint32_t middle_max,
+  int LaunchSelect(const device::SelectionParams& params, int blocks, uint32_t middle_max,
                    CUstream_st* stream) const override {
     pq::SelectParams p;
     p.shape = Of(params.query_heads);
@@ -71,12 +71,12 @@ class PqDeviceChoice final : public DeviceChoice {
 /// Pages as raw keeps them, of which queries choose rows. Immutable; any thread.
 class PqDeviceCodec final : public DeviceCodec {
  public:
-  PqDeviceCodec(std::unique_ptr<DeviceCodec> raw, const PqDeviceChoice& choice)
-      : raw_(std::move(raw)), choice_(choice) {}
+  PqDeviceCodec(std::unique_ptr<DeviceCodec> raw, const PqDeviceSelection& selection)
+      : raw_(std::move(raw)), selection_(selection) {}
 
   const device::AttendKernels* attention(int layer) const override { return raw_->attention(layer); }
   device::Prefill prefill(int layer) const override { return raw_->prefill(layer); }
-  const DeviceChoice* choice() const override { return &choice_; }
+  const DeviceSelection* selection() const override { return &selection_; }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                       CUstream_st* stream) const override {
     return raw_->Encode(items, count, declined, stream);
@@ -87,7 +87,7 @@ class PqDeviceCodec final : public DeviceCodec {
 
  private:
   const std::unique_ptr<DeviceCodec> raw_;
-  const PqDeviceChoice choice_;
+  const PqDeviceSelection selection_;
 };
 
 }  // namespace
@@ -100,7 +100,7 @@ std::unique_ptr<DeviceCodec> MakePqDeviceCodec(const Codec& raw, const pq::Devic
       parameters.scores != pq::Parameters::Scores::kCodes || parameters.rebuild != 0) {
     return nullptr;
   }
-  return std::make_unique<PqDeviceCodec>(std::move(made), PqDeviceChoice(shape, parameters, rows));
+  return std::make_unique<PqDeviceCodec>(std::move(made), PqDeviceSelection(shape, parameters, rows));
 }
 
 }  // namespace kvmanager

@@ -17,7 +17,7 @@ class Index final : public SequenceIndex {
   }
 
   IndexFacts facts() const override { return facts_; }
-  uint64_t ChoosesFrom(uint64_t position, int tokens) const override;
+  uint64_t SparseFrom(uint64_t position, int tokens) const override;
   void OnAppend(int layer, uint64_t position, int tokens, int64_t now_ns) override;
   void OnTokens(uint64_t tokens) override {
     for (Layer& layer : layers_) layer.tokens = std::max(layer.tokens, tokens);
@@ -90,7 +90,7 @@ void Index::NotePrefill(int layer, uint64_t position, int tokens, int64_t now_ns
   }
 }
 
-uint64_t Index::ChoosesFrom(uint64_t position, int tokens) const {
+uint64_t Index::SparseFrom(uint64_t position, int tokens) const {
   if (prompt_known()) return FirstPosition();
   return tokens == 1 && position > 0 ? shape_->parameters.FirstPosition(position) : kNever;
 }

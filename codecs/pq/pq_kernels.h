@@ -1,5 +1,5 @@
-// The inner loops of PQ: nearest centroids, scores from codes, the choice of tokens, attention over chosen rows. Plain
-// structs only: what pq's sources and its kernels, one object file per instruction set, say to each other.
+// The inner loops of PQ: nearest centroids, scores from codes, sparse selection of tokens, attention over selected
+// rows. Plain structs only: what pq's sources and its kernels, one object file per instruction set, say to each other.
 //
 // Functions of their arguments alone; any thread; nothing is allocated. Codes, and what is chosen by codes, come out
 // equal on every instruction set; the rest may differ in the last bits.

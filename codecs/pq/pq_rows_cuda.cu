@@ -18,7 +18,7 @@ struct SelectedRows : device::RawPages<kHeadDim, kRows> {
   using Base = device::RawPages<kHeadDim, kRows>;
 
   __device__ __forceinline__ void Begin(const AttendParams& p, const AttendItem& item, uint8_t* scratch) {
-    device::LetNextBegin();  // the next layer's choice fetches its codebooks (SelectParams::early)
+    device::LetNextBegin();  // the next layer's selection fetches its codebooks (SelectParams::early)
     Base::Begin(p, item, scratch);
   }
   static __device__ __forceinline__ int PageOf(const AttendParams&, const AttendItem&, int unit) {

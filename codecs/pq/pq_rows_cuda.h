@@ -1,4 +1,4 @@
-// Attention on a GPU over rows of K and V that stand anywhere: what a choice of tokens reads.
+// Attention on a GPU over rows of K and V that stand anywhere: what sparse selection of tokens reads.
 //
 // The kernels are those of raw pages, but for the addresses: AttendParams::slots is a list of rows of K (SelectParams),
 // an AttendItem's first_page is a place in that list and its pages are runs of page_tokens rows there. A row's V is

@@ -1,5 +1,5 @@
-// The choice of tokens by codes on a GPU: what SelectByCodes (selection.cc) computes, in its order and rounding, so
-// that the same tokens come out. This file is built with -fmad=false; where a product is exact, fmaf says so.
+// Sparse selection of tokens by codes on a GPU: what SelectByCodes (selection.cc) computes, in its order and rounding,
+// so that the same tokens come out. This file is built with -fmad=false; where a product is exact, fmaf says so.
 //
 // One or several blocks (a cluster) have a query token's KV head. Phase by phase, with a barrier of the cluster
 // between:

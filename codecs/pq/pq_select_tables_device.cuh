@@ -1,4 +1,4 @@
-// Tables of the choice on a GPU: a query's products with the centroids as 16-bit entries, in shared memory.
+// Tables of sparse selection on a GPU: a query's products with the centroids as 16-bit entries, in shared memory.
 //
 // An entry is a vector of the group's rows, which one look-up reads; it stands there so often that lanes that look up
 // together never meet in a bank: 128 bytes of a centroid, where they fit. This is part of pq_select_cuda.cu.

@@ -1,5 +1,5 @@
 // One step's queries of one sequence and layer: a snapshot of the index's codes, the codes of tokens that came since,
-// and the choice itself. See TokenSelector for who calls what.
+// and the sparse selection itself. See TokenSelector for who calls what.
 //
 // Tokens that are not coded yet are coded by Prepare into memory of the selector; the index takes them over when the
 // step is done, unless the sequence was cropped meanwhile. So what workers write nobody else reads, and steps of one

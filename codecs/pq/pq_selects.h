@@ -1,4 +1,5 @@
-// The host's part of a choice on a GPU: what each query of a batch reads, and where its lists and scratch memory are.
+// The host's part of sparse selection on a GPU: what each query of a batch reads, and where its lists and scratch
+// memory are.
 //
 // How many rows a query reads of each KV head follows from its position; which ones they are, the device finds out.
 // Functions of their arguments; any thread.

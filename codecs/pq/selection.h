@@ -1,5 +1,5 @@
-// The choice of tokens by codes: tables of the query's products with the centroids, scores of all middle tokens, their
-// softmax per query head, summed over the group, and the k largest.
+// Sparse selection of tokens by codes: tables of the query's products with the centroids, scores of all middle tokens,
+// their softmax per query head, summed over the group, and the k largest.
 //
 // Scores are sums of table entries in 16 bits, in units of 1/128 of an octave (0.0054 nats): a score is off by at most
 // m / 2 units; the weight of a token, a bfloat16, by another 0.9%. Where a query's scores spread wider than 88 nats

@@ -9,7 +9,7 @@
 #include <thread>
 #include <utility>
 
-#include "codecs/device/device_choice.h"
+#include "codecs/device/device_selection.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/page_copy.h"
 
@@ -135,7 +135,7 @@ void DeviceIndexes::PutImage() {
     const PageCopy copy{now.job.image, staging_->data(), static_cast<uint32_t>(bytes)};
     status = EnqueuePageCopies(PageDirection::kFetch, {&copy, 1}, stream_);
     if (status.ok()) {
-      status = CudaStatus(now.codec->choice()->LaunchPrepareIndexes(address, 1, stream_), "completing an index");
+      status = CudaStatus(now.codec->selection()->LaunchPrepareIndexes(address, 1, stream_), "completing an index");
     }
   }
   WhenPassed(std::move(status), [this] { End(absl::OkStatus()); });

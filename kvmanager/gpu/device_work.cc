@@ -245,7 +245,7 @@ void DeviceWork::ListWork(absl::Span<const AttendEntry> entries, absl::Span<cons
   for (size_t i = 0; i < entries.size(); ++i) {
     const AttendEntry& entry = entries[i];
     work_.push_back(
-        {entry.position, entry.tokens, SparseQueries(readings[i].chooses_from, entry.position, entry.tokens)});
+        {entry.position, entry.tokens, SparseQueries(readings[i].sparse_from, entry.position, entry.tokens)});
   }
 }
 
@@ -264,7 +264,7 @@ absl::Status DeviceWork::Enqueue(const StepCache& cache, Run& run, int layer, ab
     KV_RETURN_IF_ERROR(Describe(run, entries[i].sequence, layer, place));
     const EntryReading reading = readings.empty() ? EntryReading() : readings[i];
     entries_.push_back({place, entries[i].position, entries[i].tokens, reading.aged,
-                        SparseQueries(reading.chooses_from, entries[i].position, entries[i].tokens)});
+                        SparseQueries(reading.sparse_from, entries[i].position, entries[i].tokens)});
     if (tensors.k != nullptr) written_[entries[i].sequence] = stream_->submitted() + 1;
   }
   const bool append = tensors.k != nullptr, attend = tensors.q != nullptr;

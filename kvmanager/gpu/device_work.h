@@ -44,7 +44,7 @@ struct DeviceTensors {
 /// What an entry's queries read, as its AttendLease says.
 struct EntryReading {
   uint32_t aged = 0;
-  uint64_t chooses_from = UINT64_MAX;
+  uint64_t sparse_from = UINT64_MAX;
 };
 
 /// OK for 0; else what the word of a non-finite table says of a sequence: INVALID_ARGUMENT.

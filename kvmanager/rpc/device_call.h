@@ -61,7 +61,7 @@ struct Call {
   // Of the lease's entries.
   std::vector<EntryReading> Readings(size_t count) const {
     std::vector<EntryReading> readings(count);
-    for (size_t i = 0; i < count; ++i) readings[i] = {lease->aged(i), lease->chooses_from(i)};
+    for (size_t i = 0; i < count; ++i) readings[i] = {lease->aged(i), lease->sparse_from(i)};
     return readings;
   }
   // What was reserved is submitted, or planned: hand-offs of these sequences hear when it is written.

@@ -95,9 +95,9 @@ struct ExtendCall final : Call {
     auto aged = reply.initAged(static_cast<uint32_t>(entries.size()));
     for (uint32_t i = 0; i < entries.size(); ++i) aged.set(i, lease == nullptr ? 0 : lease->aged(i));
     if (cache.codec->device_index().chunk_bytes > 0) {
-      auto chooses_from = reply.initChoosesFrom(static_cast<uint32_t>(entries.size()));
+      auto sparse_from = reply.initChoosesFrom(static_cast<uint32_t>(entries.size()));
       for (uint32_t i = 0; i < entries.size(); ++i) {
-        chooses_from.set(i, lease == nullptr ? SequenceIndex::kNever : lease->chooses_from(i));
+        sparse_from.set(i, lease == nullptr ? SequenceIndex::kNever : lease->sparse_from(i));
       }
     }
     const auto data = [](const std::vector<uint32_t>& from) {
@@ -171,7 +171,7 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::Extend(const std::shared_ptr<Sess
     // Nor for an index that is made of them.
     if (request.getAppend() && request.getAttend()) {
       const uint64_t from =
-          parts_.store->tables().ChoosesFrom(entries[i].sequence, entries[i].position, entries[i].tokens);
+          parts_.store->tables().SparseFrom(entries[i].sequence, entries[i].position, entries[i].tokens);
       if (from > entries[i].position && end > from) {
         return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
                             absl::StrCat("at most ", from - entries[i].position,

@@ -19,7 +19,7 @@
 namespace kvmanager {
 
 /// Training of one layer's index on a GPU: the keys are copied to the host and given to the job's tasks, whose image
-/// goes to `image` and is completed there (DeviceChoice::LaunchPrepareIndexes). All addresses are the device's.
+/// goes to `image` and is completed there (DeviceSelection::LaunchPrepareIndexes). All addresses are the device's.
 struct DeviceIndexJob {
   SequenceId sequence = 0;
   std::shared_ptr<IndexJob> job;

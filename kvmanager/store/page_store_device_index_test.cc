@@ -101,7 +101,7 @@ TEST_F(DeviceIndexTest, APromptsEndTakesACodebookAndCodesAreTakenAsTokensCome) {
   // Its first queries read everything; those behind wait until the index is there.
   auto prompt = Read(cache, sequence, 30, 10);
   ASSERT_TRUE(prompt.ok() && (*prompt)->ready());
-  EXPECT_EQ((*prompt)->chooses_from(0), 40u);
+  EXPECT_EQ((*prompt)->sparse_from(0), 40u);
   auto query = Read(cache, sequence, 40);
   ASSERT_TRUE(query.ok());
   EXPECT_FALSE((*query)->ready());

@@ -33,7 +33,7 @@ void SequenceIndexes::Crop(Sequence& sequence, uint64_t tokens) {
   sequence.index->Crop(tokens);
   KeepFullChunks(*sequence.cache, tokens, sequence);
   // What was trained on more tokens than are left is trained again.
-  const bool keeps_book = sequence.index->ChoosesFrom(0, 0) <= tokens;
+  const bool keeps_book = sequence.index->SparseFrom(0, 0) <= tokens;
   for (Sequence::IndexPlaces& places : sequence.index_places) {
     if (!keeps_book) places = {};
   }
@@ -136,7 +136,7 @@ void SequenceIndexes::CountSlots(const Sequence& sequence, LayerRange layers, ui
                                  uint64_t end, SlotCounts* wanted) const {
   if (sequence.index_places.empty()) return;
   const Cache& cache = *sequence.cache;
-  const uint64_t from = sequence.index->ChoosesFrom(position, tokens);
+  const uint64_t from = sequence.index->SparseFrom(position, tokens);
   if (from > end) return;
   const uint64_t chunks = from == end ? 0 : (end - 1) / cache.index.chunk_tokens + 1;
   for (int layer = layers.first; layer < layers.end(); ++layer) {

@@ -32,9 +32,9 @@ class SlotTables {
                                    TableKeeper keeper = TableKeeper::kDaemon) = 0;
   /// Pages, over all layers, that TakeChanges would name at most.
   virtual uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const = 0;
-  /// The position from which on queries of the sequence choose what they read (SequenceIndex::ChoosesFrom, for an
+  /// The position from which on queries of the sequence choose what they read (SequenceIndex::SparseFrom, for an
   /// append to come); SequenceIndex::kNever: none does, or it does not exist.
-  virtual uint64_t ChoosesFrom(SequenceId sequence, uint64_t position, int tokens) const = 0;
+  virtual uint64_t SparseFrom(SequenceId sequence, uint64_t position, int tokens) const = 0;
   /// Whether the cache is on `device` and pages of its tenant are in a slab of that pool, so that a process of that
   /// tenant may map it.
   virtual bool OwnsSlab(CacheId cache, int device, uint32_t slab) const = 0;

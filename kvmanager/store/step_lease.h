@@ -67,7 +67,7 @@ class AttendLease {
   virtual uint32_t aged(size_t entry) const = 0;
   /// The position from which on the i-th entry's queries choose what they read; SequenceIndex::kNever: all read
   /// everything.
-  virtual uint64_t chooses_from(size_t entry) const = 0;
+  virtual uint64_t sparse_from(size_t entry) const = 0;
 };
 
 /// The first `tokens` tokens of a raw page are to be copied into another slot before anything else touches it. A crop

@@ -142,9 +142,9 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     KV_CHECK(entry < buffers_.aged.size());
     return buffers_.aged[entry];
   }
-  uint64_t chooses_from(size_t entry) const override {
-    KV_CHECK(entry < buffers_.chooses_from.size());
-    return buffers_.chooses_from[entry];
+  uint64_t sparse_from(size_t entry) const override {
+    KV_CHECK(entry < buffers_.sparse_from.size());
+    return buffers_.sparse_from[entry];
   }
 
  private:
@@ -188,10 +188,10 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
 
   // The index that the entry's queries choose by is made, if they do.
   absl::Status NeedIndex(Sequence& sequence, LayerRange layers, const AttendEntry& entry) {
-    const size_t i = buffers_.chooses_from.size();
-    buffers_.chooses_from.push_back(SequenceIndex::kNever);
+    const size_t i = buffers_.sparse_from.size();
+    buffers_.sparse_from.push_back(SequenceIndex::kNever);
     if (sequence.index == nullptr) return absl::OkStatus();
-    buffers_.chooses_from.back() = sequence.index->ChoosesFrom(0, 0);
+    buffers_.sparse_from.back() = sequence.index->SparseFrom(0, 0);
     for (int layer = layers.first; layer < layers.end(); ++layer) {
       parts().indexes->Need(sequence, static_cast<uint32_t>(layer), entry.position, entry.position + entry.tokens - 1,
                             &pending_jobs_);
@@ -345,8 +345,8 @@ absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Attend(CacheId id, Laye
   // Kernels select by what the lease says; elsewhere a selector counts what it did.
   for (size_t i = 0; i < entries.size(); ++i) {
     const uint64_t end = entries[i].position + entries[i].tokens;
-    if (lease->chooses_from(i) >= end) continue;
-    const uint64_t queries = end - std::max(lease->chooses_from(i), entries[i].position);
+    if (lease->sparse_from(i) >= end) continue;
+    const uint64_t queries = end - std::max(lease->sparse_from(i), entries[i].position);
     parts_.metrics->index_selections.Increment(static_cast<double>(queries * layers.count * cache->layout().kv_heads));
   }
   return lease;

@@ -30,16 +30,16 @@ struct ReadBuffers {
   std::vector<AttentionPage> pages;
   std::vector<EncodedPage> encoded;  // pages that are read encoded
   std::vector<PageRef> pins;
-  std::vector<size_t> ends;            // by entry, in `pages`
-  std::vector<uint32_t> aged;          // by entry
-  std::vector<uint64_t> chooses_from;  // by entry
+  std::vector<size_t> ends;           // by entry, in `pages`
+  std::vector<uint32_t> aged;         // by entry
+  std::vector<uint64_t> sparse_from;  // by entry
   void Clear() {
     pages.clear();
     encoded.clear();
     pins.clear();
     ends.clear();
     aged.clear();
-    chooses_from.clear();
+    sparse_from.clear();
   }
 };
 

@@ -66,10 +66,10 @@ bool TableChanges::OwnsSlab(CacheId id, int device, uint32_t slab) const {
   return slab < pool.slabs() && pool.IsOf(slab, (*cache)->tenant);
 }
 
-uint64_t TableChanges::ChoosesFrom(SequenceId id, uint64_t position, int tokens) const {
+uint64_t TableChanges::SparseFrom(SequenceId id, uint64_t position, int tokens) const {
   const auto sequence = parts_.sequences->Find(id);
   if (!sequence.ok() || (*sequence)->index == nullptr) return SequenceIndex::kNever;
-  return (*sequence)->index->ChoosesFrom(position, tokens);
+  return (*sequence)->index->SparseFrom(position, tokens);
 }
 
 bool TableChanges::AwaitsRelease(int device) const {

@@ -25,7 +25,7 @@ class TableChanges final : public SlotTables {
   absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes,
                            TableKeeper keeper) override;
   uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const override;
-  uint64_t ChoosesFrom(SequenceId sequence, uint64_t position, int tokens) const override;
+  uint64_t SparseFrom(SequenceId sequence, uint64_t position, int tokens) const override;
   bool OwnsSlab(CacheId cache, int device, uint32_t slab) const override;
   void CollectReleased() override {
     for (const auto& tier : *parts_.tiers) tier->Collect();

@@ -1,7 +1,7 @@
 // How queries choose what they read on a GPU, as a codec does it: what they read, and the launches.
 //
-// DeviceCodec::choice() gives it. Immutable; any thread whose device is the codec's. Launches allocate nothing, do not
-// wait, may be captured in a graph, and return a cudaError_t.
+// DeviceCodec::selection() gives it. Immutable; any thread whose device is the codec's. Launches allocate nothing, do
+// not wait, may be captured in a graph, and return a cudaError_t.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,13 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "codecs/device/attend_launch.h"
-#include "codecs/device/choice_params.h"
+#include "codecs/device/selection_params.h"
 
 namespace kvmanager {
 
-class DeviceChoice {
+class DeviceSelection {
  public:
-  virtual ~DeviceChoice() = default;
+  virtual ~DeviceSelection() = default;
 
   /// Attention over rows that stand anywhere: AttendParams::slots is a list of rows of K, an item's first_page a place
   /// there, its pages runs of page_tokens rows. A row's V is where it is in a raw page with that K.
@@ -34,7 +34,7 @@ class DeviceChoice {
   /// Once per device, before the first launch.
   virtual int Prepare() const = 0;
   /// blocks: Blocks'. middle_max: of the queries, or more.
-  virtual int LaunchSelect(const device::ChoiceParams& params, int blocks, uint32_t middle_max,
+  virtual int LaunchSelect(const device::SelectionParams& params, int blocks, uint32_t middle_max,
                            CUstream_st* stream) const = 0;
   /// Codes of keys in raw pages. pool, slots: as AttendParams. items: [count] on the device; of 0 tokens: none.
   virtual int LaunchEncode(const uint8_t* pool, const uint32_t* slots, const device::IndexTable& index,

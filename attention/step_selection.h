@@ -24,13 +24,13 @@
 #include "attention/step_tables.h"
 #include "attention/upload_piece.h"
 #include "attention/upload_ring.h"
-#include "codecs/device/device_choice.h"
+#include "codecs/device/device_selection.h"
 #include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager {
 
 /// What the options of a step come to.
-struct ChoiceSizes {
+struct SelectionSizes {
   size_t tokens_max = 0;   // that choose, of a step
   size_t selects_max = 0;  // with those that stand in the place of none
   size_t items_max = 0;
@@ -43,14 +43,14 @@ struct ChoiceSizes {
   }
 };
 
-class StepChoice {
+class StepSelection {
  public:
   static constexpr int kTokensMax = 1024;  // that choose, of a step
 
   /// Errors: FAILED_PRECONDITION where there are no kernels for these options.
-  static absl::StatusOr<ChoiceSizes> SizesOf(const DeviceStep::Options& options);
+  static absl::StatusOr<SelectionSizes> SizesOf(const DeviceStep::Options& options);
 
-  StepChoice(const DeviceStep::Options& options, const ChoiceSizes& sizes);
+  StepSelection(const DeviceStep::Options& options, const SelectionSizes& sizes);
   /// Once, before anything else. Errors: CUDA's.
   absl::Status Init();
 
@@ -68,7 +68,7 @@ class StepChoice {
   absl::Status CodeEarlier(int first_layer, int end_layer, absl::Span<const DeviceStepEntry> entries,
                            const StepTables& tables, const uint32_t* device_tables, UploadRing* ring, uint64_t* done,
                            uint32_t* arrived);
-  /// A layer's choice and attention. base: of the step, but for what a plan says.
+  /// A layer's sparse selection and attention. base: of the step, but for what a plan says.
   absl::Status Launch(const device::AttendParams& base);
 
   /// Token pairs that the plan's queries read in a layer.
@@ -100,8 +100,8 @@ class StepChoice {
   absl::Status Send(absl::Span<const Piece> pieces, UploadRing* ring, uint64_t* done, uint32_t* arrived);
 
   const DeviceStep::Options o_;
-  const DeviceChoice& choice_;
-  const ChoiceSizes sizes_;
+  const DeviceSelection& selection_;
+  const SelectionSizes sizes_;
   SelectedPlanner planner_;
   DeviceArray<uint8_t> device_;
   // Of device_:

@@ -1,7 +1,7 @@
 // Invariants: 1. Rounds' queries, those in the place of none included, follow one another in selects_. 2. What Launch
 // enqueues depends on the rounds alone, so a captured graph follows while launches() stays. 3. Tokens before
 // codes_of_ have their codes in the sequence's chunks, when the stream has come here.
-#include "attention/step_choice.h"
+#include "attention/step_selection.h"
 
 #include <algorithm>
 #include <bit>
@@ -40,43 +40,43 @@ uint32_t RoundedUp(uint32_t x) {
 
 }  // namespace
 
-absl::StatusOr<ChoiceSizes> StepChoice::SizesOf(const DeviceStep::Options& o) {
-  const DeviceChoice& choice = *o.codec->choice();
+absl::StatusOr<SelectionSizes> StepSelection::SizesOf(const DeviceStep::Options& o) {
+  const DeviceSelection& selection = *o.codec->selection();
   const int kv_heads = o.layout.kv_heads;
-  if (!choice.Serves(o.query_heads)) {
+  if (!selection.Serves(o.query_heads)) {
     return absl::FailedPreconditionError(
-        absl::StrCat("there is no GPU kernel for choices by ", GroupOf(o), " query heads to a KV head"));
+        absl::StrCat("there is no GPU kernel for sparse selection with ", GroupOf(o), " query heads to a KV head"));
   }
-  ChoiceSizes sizes;
+  SelectionSizes sizes;
   sizes.tokens_max = size_t(std::min(o.tokens_max, kTokensMax));
   sizes.selects_max = 2 * sizes.tokens_max + kRoundsPlanned;
   const size_t tiles = size_t((GroupOf(o) + device::kTileRows - 1) / device::kTileRows) * kv_heads;
-  sizes.items_max = kRoundsPlanned * 3 * GridOf(o, choice.rows()) + 2 * sizes.tokens_max * tiles;
+  sizes.items_max = kRoundsPlanned * 3 * GridOf(o, selection.rows()) + 2 * sizes.tokens_max * tiles;
   sizes.codes_max = std::max(kCodesAtOnceMin, 2 * sizes.tokens_max);
   // A round holds a query of the longest context, at least.
   const uint64_t page_tokens = o.layout.page_tokens, longest = std::max<uint64_t>(1, o.pages_max * page_tokens);
   const uint64_t last = std::min<uint64_t>(longest, UINT32_MAX) - 1;
   Select query;
-  choice.SetReads(last, &query);
+  selection.SetReads(last, &query);
   const uint64_t runs = uint64_t{device::SelectRuns(query.middle)} * kv_heads;
   const uint64_t rows = (query.rows() + page_tokens) * kv_heads;
-  const uint64_t runs_max = std::max<uint64_t>(runs, kScratchBytesMin / choice.ScratchBytes(o.query_heads, 1));
+  const uint64_t runs_max = std::max<uint64_t>(runs, kScratchBytesMin / selection.ScratchBytes(o.query_heads, 1));
   if (runs_max > UINT32_MAX || rows > UINT32_MAX) return InvalidField("pages_max", o.pages_max, "fewer");
   sizes.runs_max = uint32_t(runs_max);
   sizes.rows_max = uint32_t(std::max<uint64_t>(rows, kRowsMin));
   return sizes;
 }
 
-StepChoice::StepChoice(const DeviceStep::Options& options, const ChoiceSizes& sizes)
+StepSelection::StepSelection(const DeviceStep::Options& options, const SelectionSizes& sizes)
     : o_(options),
-      choice_(*options.codec->choice()),
+      selection_(*options.codec->selection()),
       sizes_(sizes),
-      planner_(options.layout, options.query_heads, GridOf(options, choice_.rows()), choice_.rows().grid.warps),
+      planner_(options.layout, options.query_heads, GridOf(options, selection_.rows()), selection_.rows().grid.warps),
       codes_of_(size_t(options.sequences_max) * options.layers, 0),
       items_(sizes.items_max) {}
 
-absl::Status StepChoice::Init() {
-  KV_RETURN_IF_ERROR(CudaStatus(choice_.Prepare(), "preparing the kernels of choices"));
+absl::Status StepSelection::Init() {
+  KV_RETURN_IF_ERROR(CudaStatus(selection_.Prepare(), "preparing the kernels of sparse selection"));
   size_t bytes = 0;
   const auto place = [&](size_t size) {
     const size_t at = bytes;
@@ -88,7 +88,7 @@ absl::Status StepChoice::Init() {
   const size_t own = place(sizes_.codes_max * sizeof(EncodeCodes));
   const size_t earlier = place(sizes_.codes_max * sizeof(EncodeCodes));
   const size_t rows = place(size_t{sizes_.rows_max} * sizeof(uint32_t));
-  const size_t scratch = place(choice_.ScratchBytes(o_.query_heads, sizes_.runs_max));
+  const size_t scratch = place(selection_.ScratchBytes(o_.query_heads, sizes_.runs_max));
   KV_ASSIGN_OR_RETURN(device_, AllocateOnDevice<uint8_t>(bytes, o_.stream));
   uint8_t* const base = device_.get();
   d_selects_ = reinterpret_cast<Select*>(base + selects);
@@ -100,23 +100,23 @@ absl::Status StepChoice::Init() {
   return absl::OkStatus();
 }
 
-void StepChoice::NoCodes(uint32_t place, int layer, uint64_t token) {
+void StepSelection::NoCodes(uint32_t place, int layer, uint64_t token) {
   uint64_t& codes = CodesOf(place, layer);
   codes = std::min(codes, token);
 }
 
-void StepChoice::NoCodes(uint32_t place) {
+void StepSelection::NoCodes(uint32_t place) {
   for (int layer = 0; layer < o_.layers; ++layer) CodesOf(place, layer) = 0;
 }
 
-uint64_t StepChoice::CodesWanted(const DeviceStepEntry& entry) const {
+uint64_t StepSelection::CodesWanted(const DeviceStepEntry& entry) const {
   Select last;
-  choice_.SetReads(entry.position + uint64_t(entry.tokens) - 1, &last);
+  selection_.SetReads(entry.position + uint64_t(entry.tokens) - 1, &last);
   return last.chosen > 0 ? uint64_t{last.sinks} + last.middle : 0;
 }
 
-void StepChoice::CutCodes(uint32_t index, uint32_t table, uint64_t first, uint64_t end,
-                          std::vector<EncodeCodes>* items) {
+void StepSelection::CutCodes(uint32_t index, uint32_t table, uint64_t first, uint64_t end,
+                             std::vector<EncodeCodes>* items) {
   while (first < end) {
     const uint64_t chunk_end = (first / device::kCodeChunkTokens + 1) * device::kCodeChunkTokens;
     const uint64_t tokens = std::min({end - first, chunk_end - first, uint64_t{device::kEncodeTokensMax}});
@@ -126,7 +126,7 @@ void StepChoice::CutCodes(uint32_t index, uint32_t table, uint64_t first, uint64
 }
 
 // As many items as the number of tokens asks for, whatever their position.
-void StepChoice::AddOwnCodes(const DeviceStepEntry& entry, const StepTables& tables) {
+void StepSelection::AddOwnCodes(const DeviceStepEntry& entry, const StepTables& tables) {
   if (entry.tokens == 1) return;
   const size_t items = own_codes_.size() + size_t(entry.tokens) / device::kEncodeTokensMax + 3;
   const uint64_t end = std::min(CodesWanted(entry), entry.position + uint64_t(entry.tokens));
@@ -135,12 +135,12 @@ void StepChoice::AddOwnCodes(const DeviceStepEntry& entry, const StepTables& tab
   own_codes_.resize(items);
 }
 
-absl::Status StepChoice::AddRound(absl::Span<const Select> queries) {
+absl::Status StepSelection::AddRound(absl::Span<const Select> queries) {
   Round round;
   round.first = uint32_t(selects_.size());
   selects_.insert(selects_.end(), queries.begin(), queries.end());
   const absl::Span<Select> placed = absl::MakeSpan(selects_).subspan(round.first);
-  KV_ASSIGN_OR_RETURN(const device::SelectSizes sizes, choice_.Place(placed));
+  KV_ASSIGN_OR_RETURN(const device::SelectSizes sizes, selection_.Place(placed));
   KV_CHECK(sizes.runs <= sizes_.runs_max && sizes.rows <= sizes_.rows_max);
   lists_.clear();
   for (const Select& query : placed) {
@@ -150,7 +150,7 @@ absl::Status StepChoice::AddRound(absl::Span<const Select> queries) {
   round.count = std::bit_ceil(uint32_t(queries.size()));
   selects_.resize(round.first + round.count);
   round.middle_max = RoundedUp(sizes.middle_max);
-  round.blocks = choice_.Blocks(o_.query_heads, round.count, round.middle_max, o_.multiprocessors);
+  round.blocks = selection_.Blocks(o_.query_heads, round.count, round.middle_max, o_.multiprocessors);
   round.first_item = uint32_t(item_count_);
   KV_ASSIGN_OR_RETURN(const DevicePlanSize size,
                       planner_.Plan(lists_, absl::MakeSpan(items_).subspan(std::min(item_count_, items_.size()))));
@@ -163,7 +163,7 @@ absl::Status StepChoice::AddRound(absl::Span<const Select> queries) {
   return absl::OkStatus();
 }
 
-absl::Status StepChoice::Plan(absl::Span<const DeviceStepEntry> entries, const StepTables& tables) {
+absl::Status StepSelection::Plan(absl::Span<const DeviceStepEntry> entries, const StepTables& tables) {
   sent_ = false;
   selects_.clear();
   rounds_.clear();
@@ -188,7 +188,7 @@ absl::Status StepChoice::Plan(absl::Span<const DeviceStepEntry> entries, const S
       query.index = tables.encoded_table(entry.place);
       query.table = tables.raw_table(entry.place);
       query.token = first_row + uint32_t(token);
-      choice_.SetReads(entry.position + uint64_t(token), &query);
+      selection_.SetReads(entry.position + uint64_t(token), &query);
       const uint64_t page_tokens = o_.layout.page_tokens;
       const uint64_t runs_of = uint64_t{device::SelectRuns(query.middle)} * o_.layout.kv_heads;
       const uint64_t rows_of = (query.rows() + page_tokens - 1) / page_tokens * page_tokens * o_.layout.kv_heads;
@@ -215,7 +215,7 @@ absl::Status StepChoice::Plan(absl::Span<const DeviceStepEntry> entries, const S
   return absl::OkStatus();
 }
 
-absl::Status StepChoice::Send(absl::Span<const Piece> pieces, UploadRing* ring, uint64_t* done, uint32_t* arrived) {
+absl::Status StepSelection::Send(absl::Span<const Piece> pieces, UploadRing* ring, uint64_t* done, uint32_t* arrived) {
   size_t bytes = 0;
   for (const Piece& piece : pieces) bytes += PieceWriter::Bytes<uint8_t>(piece.bytes);
   if (bytes == 0) return absl::OkStatus();
@@ -235,10 +235,10 @@ absl::Status StepChoice::Send(absl::Span<const Piece> pieces, UploadRing* ring, 
   upload.arrived = arrived;
   upload.done = done;
   upload.number = ring->Submit();
-  return CudaStatus(step::LaunchUpload(upload, o_.stream), "uploading a choice");
+  return CudaStatus(step::LaunchUpload(upload, o_.stream), "uploading a sparse selection");
 }
 
-absl::Status StepChoice::Upload(UploadRing* ring, uint64_t* done, uint32_t* arrived) {
+absl::Status StepSelection::Upload(UploadRing* ring, uint64_t* done, uint32_t* arrived) {
   if (sent_) return absl::OkStatus();
   const Piece pieces[] = {{selects_.data(), d_selects_, selects_.size() * sizeof(Select)},
                           {items_.data(), d_items_, item_count_ * sizeof(AttendItem)},
@@ -248,9 +248,9 @@ absl::Status StepChoice::Upload(UploadRing* ring, uint64_t* done, uint32_t* arri
   return absl::OkStatus();
 }
 
-absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<const DeviceStepEntry> entries,
-                                     const StepTables& tables, const uint32_t* device_tables, UploadRing* ring,
-                                     uint64_t* done, uint32_t* arrived) {
+absl::Status StepSelection::CodeEarlier(int first_layer, int end_layer, absl::Span<const DeviceStepEntry> entries,
+                                        const StepTables& tables, const uint32_t* device_tables, UploadRing* ring,
+                                        uint64_t* done, uint32_t* arrived) {
   bool uploaded = false;
   const size_t item_bytes = device::kEncodeTokensMax * size_t(o_.layout.kv_heads) * o_.layout.head_dim * 2;
   const size_t launch_max = std::max<size_t>(1, kKeyBytesAtOnce / item_bytes);
@@ -275,9 +275,10 @@ absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<
         KV_RETURN_IF_ERROR(Send({&piece, 1}, ring, done, arrived));
       }
       for (size_t first = 0; first < count; first += launch_max) {
-        KV_RETURN_IF_ERROR(CudaStatus(choice_.LaunchEncode(o_.pool, slots, {o_.pool, slots}, d_earlier_codes_ + first,
-                                                           uint32_t(std::min(launch_max, count - first)), o_.stream),
-                                      "coding keys"));
+        KV_RETURN_IF_ERROR(
+            CudaStatus(selection_.LaunchEncode(o_.pool, slots, {o_.pool, slots}, d_earlier_codes_ + first,
+                                               uint32_t(std::min(launch_max, count - first)), o_.stream),
+                       "coding keys"));
       }
     }
     sent_codes_.swap(codes_);
@@ -290,12 +291,12 @@ absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<
   return absl::OkStatus();
 }
 
-absl::Status StepChoice::Launch(const device::AttendParams& base) {
+absl::Status StepSelection::Launch(const device::AttendParams& base) {
   const device::IndexTable index = {base.pool, base.slots};
   KV_RETURN_IF_ERROR(CudaStatus(
-      choice_.LaunchEncode(base.pool, base.slots, index, d_own_codes_, uint32_t(own_codes_.size()), o_.stream),
+      selection_.LaunchEncode(base.pool, base.slots, index, d_own_codes_, uint32_t(own_codes_.size()), o_.stream),
       "coding keys"));
-  device::ChoiceParams select;
+  device::SelectionParams select;
   select.query_heads = o_.query_heads;
   select.slots = base.slots;
   select.index = index;
@@ -312,11 +313,11 @@ absl::Status StepChoice::Launch(const device::AttendParams& base) {
     select.queries = d_selects_ + round.first;
     select.count = round.count;
     KV_RETURN_IF_ERROR(
-        CudaStatus(choice_.LaunchSelect(select, round.blocks, round.middle_max, o_.stream), "sparse selection"));
+        CudaStatus(selection_.LaunchSelect(select, round.blocks, round.middle_max, o_.stream), "sparse selection"));
     rows.items = d_items_ + round.first_item;
-    KV_RETURN_IF_ERROR(CudaStatus(
-        choice_.rows().launch(rows, std::min(GroupOf(o_), device::kTileRows), GridOf(o_, choice_.rows()), o_.stream),
-        "attention over chosen rows"));
+    KV_RETURN_IF_ERROR(CudaStatus(selection_.rows().launch(rows, std::min(GroupOf(o_), device::kTileRows),
+                                                           GridOf(o_, selection_.rows()), o_.stream),
+                                  "attention over chosen rows"));
   }
   return absl::OkStatus();
 }

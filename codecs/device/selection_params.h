@@ -1,5 +1,5 @@
-// What kernels that choose what queries read take of a plan (attention/step_choice.h): plain structs, the same for host
-// and device.
+// What kernels that choose what queries read take of a plan (attention/step_selection.h): plain structs, the same for
+// host and device.
 #pragma once
 
 #include <cstdint>
@@ -55,8 +55,8 @@ struct SelectSizes {
 /// Runs of scratch memory that a query takes of each KV head.
 constexpr uint32_t SelectRuns(uint32_t middle) { return (middle + kSelectRunTokens - 1) / kSelectRunTokens; }
 
-/// One launch of a choice.
-struct ChoiceParams {
+/// One launch of a sparse selection.
+struct SelectionParams {
   const uint32_t* slots = nullptr;  // the layer's table
   IndexTable index;
   const Select* queries = nullptr;
@@ -64,7 +64,7 @@ struct ChoiceParams {
   const void* q = nullptr;  // [tokens][query_heads][head_dim] of the cache's dtype
   int query_heads = 0;
   float scale = 1;
-  uint8_t* scratch = nullptr;  // DeviceChoice::ScratchBytes, 16-byte aligned
+  uint8_t* scratch = nullptr;  // DeviceSelection::ScratchBytes, 16-byte aligned
   uint32_t runs = 0;           // of the scratch memory
   uint32_t* rows = nullptr;    // out: units of rows of K: sinks, chosen, local, each ascending; then any valid row
 };
