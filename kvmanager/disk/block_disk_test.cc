@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <fstream>
 #include <set>
 
@@ -22,7 +23,7 @@ namespace {
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
 /// A file system that punches no holes.
-class NoHoles final : public DiskFiles {
+class NoHoles : public DiskFiles {
  public:
   int Open(const std::string& path, bool create, bool* direct) override { return files_->Open(path, create, direct); }
   void Close(int fd) override { files_->Close(fd); }
@@ -34,6 +35,17 @@ class NoHoles final : public DiskFiles {
 
  private:
   const std::unique_ptr<DiskFiles> files_ = MakeDiskFiles();
+};
+
+/// One that takes its time for each.
+class SlowHoles final : public NoHoles {
+ public:
+  int Punch(int fd, uint64_t offset, uint64_t bytes) override {
+    usleep(300);
+    ++punched;
+    return 0;
+  }
+  std::atomic<int> punched{0};
 };
 
 class BlockDiskTest : public ::testing::TestWithParam<bool> {
@@ -226,6 +238,41 @@ TEST_P(BlockDiskTest, ErasedBytesAreGivenBack) {
   EXPECT_EQ(again->use().blocks, 0u);
   ASSERT_TRUE(again.Write(blocks[0]));
   EXPECT_EQ(Segments().size(), 1u);
+}
+
+// Thousands of holes take seconds, and a segment that becomes empty needs none.
+TEST_P(BlockDiskTest, APurgeAndWhatIsWrittenBehindItDoNotWaitForHoles) {
+  constexpr int kBlocks = 900;  // of one segment
+  SlowHoles files;
+  parts_.files = &files;
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  std::vector<TestBlock> blocks;
+  for (int i = 0; i <= kBlocks; ++i) blocks.push_back(MakeTestBlock(1, i, 1, 400));
+  const TestBlock stays = MakeTestBlock(2, 0, 1, 400);
+  ASSERT_TRUE(disk.Write(stays));
+  int written = 0;
+  for (int i = 0; i < kBlocks; ++i) {
+    ASSERT_TRUE(loop_.RunUntil([&] { return disk->CanWrite(400); }));
+    disk->Write(blocks[i].record, "a", blocks[i].sources(), [&](bool durable) { written += durable; });
+  }
+  ASSERT_TRUE(loop_.RunUntil([&] { return written == kBlocks; }));
+  ASSERT_EQ(Segments().size(), 1u);
+  absl::Status erased = absl::UnknownError("");
+  EXPECT_EQ(disk->EraseCache(TestDigest(1)), uint64_t{kBlocks});
+  disk->WhenErased([&](const absl::Status& status) { erased = status; });
+  ASSERT_TRUE(loop_.RunUntil([&] { return !absl::IsUnknown(erased); }));
+  EXPECT_TRUE(erased.ok()) << erased;
+  EXPECT_LT(files.punched, kBlocks / 2);
+  EXPECT_TRUE(disk.Write(blocks.back()));
+  EXPECT_LT(files.punched, kBlocks);
+  disk->CheckInvariants();
+  ASSERT_TRUE(loop_.RunUntil([&] { return files.punched == kBlocks; }));
+  EXPECT_TRUE(disk.Read(stays).ok());
+  EXPECT_EQ(disk->EraseAll(), 2u);
+  EXPECT_TRUE(disk.Write(blocks.back()));
+  EXPECT_EQ(Segments().size(), 1u);
+  EXPECT_LE(files.punched, kBlocks + 2);
 }
 
 // Bytes count until their segment is empty, and the disk stays within its bounds.

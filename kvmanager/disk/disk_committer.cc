@@ -73,7 +73,7 @@ void DiskCommitter::Run() {
     std::vector<Op> ops;
     {
       MutexLock lock(mutex_);
-      while (ops_.empty() && !stop_ && !again_) lock.Wait(added_);
+      while (ops_.empty() && !stop_ && !again_ && leaving_.empty()) lock.Wait(added_);
       if (ops_.empty() && stop_) break;
       again_ = false;
       if (ops_.size() <= kOpsMax) {
@@ -83,9 +83,12 @@ void DiskCommitter::Run() {
         ops_.erase(ops_.begin(), ops_.begin() + kOpsMax);
       }
     }
+    const size_t changes = std::count_if(ops.begin(), ops.end(), [](const Op& op) { return IsChange(op.kind); });
     if (!ops.empty() || !failed_.empty()) Commit(std::move(ops));
+    GiveBack(changes + kGivenAtOnce);
   }
   if (!failed_.empty()) Commit({});
+  GiveBack(leaving_.size());
 }
 
 // Ends jobs that are not to be known, or cannot be.
@@ -160,7 +163,11 @@ void DiskCommitter::Commit(std::vector<Op> ops) {
     results.writes.push_back(op.job);
   }
   if (status.ok()) {
-    GiveBack(&all, &results);
+    for (Op& op : all) {
+      if (IsChange(op.kind)) continue;
+      if (op.kind == Kind::kUnlink) unlinked_.try_emplace(op.place.segment);
+      leaving_.push_back(std::move(op));
+    }
   } else {
     // Puts may be durable nevertheless: they become removals.
     for (Op& op : all) {
@@ -179,32 +186,33 @@ void DiskCommitter::Commit(std::vector<Op> ops) {
   parts_.on_results(std::move(results));
 }
 
-void DiskCommitter::GiveBack(std::vector<Op>* ops, Results* results) {
-  absl::flat_hash_set<uint32_t> unlinked;
-  for (const Op& op : *ops) {
-    if (op.kind == Kind::kUnlink) unlinked.insert(op.place.segment);
-  }
-  for (const Op& op : *ops) {
-    if (op.kind != Kind::kPunch) continue;
-    const int error = unlinked.contains(op.place.segment) ? 0 : parts_.files->Punch(op.place);
-    if (error == 0 || error == -ENOENT) {
-      results->punched_bytes += op.place.bytes;
+void DiskCommitter::GiveBack(size_t places_max) {
+  if (leaving_.empty()) return;
+  Results results;
+  const auto note = [&](const char* what, uint32_t segment, int error) {
+    results.error = FileError(absl::StrCat(what, segment), error);
+    results.failed_at = "space";
+  };
+  for (size_t i = 0; i < places_max && !leaving_.empty(); ++i, leaving_.pop_front()) {
+    const Kind kind = leaving_.front().kind;
+    const SegmentPlace place = leaving_.front().place;
+    const auto unlinked = unlinked_.find(place.segment);
+    if (kind == Kind::kUnlink) {
+      const int error = parts_.files->Unlink(place.segment);
+      if (error != 0 && error != -ENOENT) note("removing segment ", place.segment, error);
+      results.punched_bytes += unlinked->second;
+      unlinked_.erase(unlinked);
+      lost_segments_.erase(place.segment);
+    } else if (unlinked != unlinked_.end()) {
+      unlinked->second += place.bytes;  // no holes in a file that goes
+    } else if (const int error = parts_.files->Punch(place); error == 0 || error == -ENOENT) {
+      results.punched_bytes += place.bytes;
     } else {
-      results->unpunched.push_back(op.place);
-      if (error != -EOPNOTSUPP) {
-        results->error = FileError(absl::StrCat("giving back bytes of segment ", op.place.segment), error);
-        results->failed_at = "space";
-      }
+      results.unpunched.push_back(place);
+      if (error != -EOPNOTSUPP) note("giving back bytes of segment ", place.segment, error);
     }
   }
-  for (const uint32_t segment : unlinked) {
-    const int error = parts_.files->Unlink(segment);
-    lost_segments_.erase(segment);
-    if (error != 0 && error != -ENOENT) {
-      results->error = FileError(absl::StrCat("removing segment ", segment), error);
-      results->failed_at = "space";
-    }
-  }
+  parts_.on_results(std::move(results));
 }
 
 }  // namespace kvmanager

@@ -6,17 +6,20 @@
 //  2. Bytes are given back to the file system only once no record of the index names them.
 //  3. Changes reach the index in the order in which they were added. A removal that failed is tried again before all
 //     later changes.
-//  4. What was written to a segment whose sync failed is not trusted: none of its records that are not in the index yet
+//  4. Records and removals become durable before bytes are given back; these go some at a time, between batches.
+//  5. What was written to a segment whose sync failed is not trusted: none of its records that are not in the index yet
 //     gets there.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
@@ -31,7 +34,8 @@ IndexRecord IndexRecordOf(const WriteJob& job);
 
 class DiskCommitter {
  public:
-  static constexpr size_t kOpsMax = 4096;  // in one batch
+  static constexpr size_t kOpsMax = 4096;     // in one batch
+  static constexpr size_t kGivenAtOnce = 64;  // places between two batches, beyond one for each change of the first
 
   /// What came of some ops.
   struct Results {
@@ -59,7 +63,7 @@ class DiskCommitter {
   void DeletePrefix(std::string prefix);
   void Punch(const SegmentPlace& place);
   void Unlink(uint32_t segment);
-  /// Hands `done` to on_results once what was added before was tried.
+  /// Hands `done` to on_results once the changes of the index that were added before were tried.
   void Notify(absl::AnyInvocable<void(absl::Status)> done);
   /// Tries once more what has failed.
   void TryAgain();
@@ -74,11 +78,13 @@ class DiskCommitter {
     absl::AnyInvocable<void(absl::Status)> done;  // of kNotify
   };
 
+  static bool IsChange(Kind kind) { return kind != Kind::kPunch && kind != Kind::kUnlink && kind != Kind::kNotify; }
   void Add(Op op);
   void Run();
   void Commit(std::vector<Op> ops);
   void Sync(const std::vector<Op>& ops, Results* results);
-  void GiveBack(std::vector<Op>* ops, Results* results);
+  /// The first of `leaving_`, at most so many.
+  void GiveBack(size_t places_max);
 
   const Parts parts_;
   Mutex mutex_;
@@ -87,8 +93,10 @@ class DiskCommitter {
   bool stop_ ABSL_GUARDED_BY(mutex_) = false, again_ ABSL_GUARDED_BY(mutex_) = false;
 
   // The thread's.
-  std::vector<Op> failed_;                       // removals, and places to give back behind them
-  absl::flat_hash_set<uint32_t> lost_segments_;  // whose sync failed
+  std::vector<Op> failed_;                            // removals, and places to give back behind them
+  std::deque<Op> leaving_;                            // of kPunch and kUnlink, that nothing names any more
+  absl::flat_hash_map<uint32_t, uint64_t> unlinked_;  // segments that `leaving_` unlinks, and bytes that go with them
+  absl::flat_hash_set<uint32_t> lost_segments_;       // whose sync failed
   std::thread thread_;
 };
 

@@ -8,6 +8,8 @@
 namespace kvmanager {
 namespace {
 
+// Of a segment that is left once it is empty: to remove it is cheaper than many holes.
+constexpr uint64_t kLeftBytesMin = uint64_t{1} << 20;
 constexpr uint64_t kSegmentsMin = 16;  // of the capacity, so that some become empty where holes cannot be punched
 
 }  // namespace
@@ -61,7 +63,11 @@ bool SegmentSpace::Give(const SegmentPlace& place) {
   KV_CHECK(found != segments_.end() && found->second.records > 0);
   used_ -= place.bytes;
   leaving_ += place.bytes;
-  if (--found->second.records > 0 || place.segment == current_) return false;
+  if (--found->second.records > 0) return false;
+  if (place.segment == current_) {
+    if (end_ < kLeftBytesMin) return false;
+    current_ = kNone;
+  }
   used_ -= found->second.dead_bytes;
   dead_ -= found->second.dead_bytes;
   segments_.erase(found);

@@ -188,7 +188,12 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     const uint64_t unclaimed = recovery_.Purge(of);
     return unclaimed + lowering_.NotePurge(of) + disk_writes_.NotePurge(of);
   }
-  void Evict(Block* block, const Cache& taker) override { blocks_.Evict(block, taker); }
+  void Evict(Block* block, const Cache& taker) override {
+    if (disk_ != nullptr && !block->kept && block->cache->tier == tiers_[0].get()) {
+      metrics_->unwritten_evictions.Increment();
+    }
+    blocks_.Evict(block, taker);
+  }
   bool WritesSoon(const Tier& tier) const override { return &tier == tiers_[0].get() && disk_writes_.WritesSoon(); }
   bool CanDemote(const Tier& tier) const override {
     return &tier == tiers_[0].get() ? disk_writes_.CanDemote() : tier.can_move();

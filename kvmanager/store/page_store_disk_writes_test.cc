@@ -69,6 +69,7 @@ TEST_F(PageStoreDiskWritesTest, ADiskThatTakesNothingCostsNothing) {
   for (uint32_t i = 0; i < 200; ++i) Publish(cache, MakeText(9 * kPage, 1000 * i), 8);
   EXPECT_EQ(disk_.writes(), 0u);
   EXPECT_GT(test().store_metrics.evicted_blocks.Value(), 0);
+  EXPECT_EQ(test().store_metrics.unwritten_evictions.Value(), test().store_metrics.evicted_blocks.Value());
   disk_.takes = true;
   Publish(cache, MakeText(9 * kPage, 777), 8);
   Finish();
@@ -84,6 +85,7 @@ TEST_F(PageStoreDiskWritesTest, WhatTheDiskHasGoesBeforeWhatItDoesNotHaveYet) {
     Publish(cache, written.back(), 8);
     Finish();
   }
+  EXPECT_EQ(test().store_metrics.unwritten_evictions.Value(), 0);
   disk_.writes_max = 0;
   const Text waiting = MakeText(9 * kPage, 777);
   const auto hits = [&](const Text& text) { return store().caches().Match(cache, Names(cache, text, 8))->hit_blocks; };
@@ -99,6 +101,7 @@ TEST_F(PageStoreDiskWritesTest, WhatTheDiskHasGoesBeforeWhatItDoesNotHaveYet) {
   crowd(444);
   crowd(555);
   EXPECT_LT(hits(waiting), 8);
+  EXPECT_GT(test().store_metrics.unwritten_evictions.Value(), 0);
 }
 
 TEST_F(PageStoreDiskWritesTest, AFailedWriteIsDoneAgainWhenTheDiskTakesBlocks) {

@@ -64,6 +64,8 @@ StoreMetrics::StoreMetrics(Metrics* m)
       published_blocks(m->Gauge("published_blocks", "Blocks that can be found by name")),
       unwritten_blocks(m->Gauge("disk_unwritten_blocks",
                                 "Blocks of host memory that are being written to the disk, or wait for that")),
+      unwritten_evictions(
+          m->Counter("disk_unwritten_evictions_total", "Blocks evicted from host memory before the disk had them")),
       recorded_blocks(m->Gauge("recorded_blocks", "Published blocks that a restart would find in host memory")),
       unclaimed_blocks(m->Gauge("unclaimed_blocks", "Blocks of an earlier process whose cache is not open")),
       unrecorded_blocks(

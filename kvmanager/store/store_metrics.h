@@ -82,6 +82,7 @@ struct StoreMetrics {
   prometheus::Gauge& index_bytes;
   prometheus::Gauge& published_blocks;
   prometheus::Gauge& unwritten_blocks;
+  prometheus::Counter& unwritten_evictions;
   prometheus::Gauge& recorded_blocks;
   prometheus::Gauge& unclaimed_blocks;
   prometheus::Counter& unrecorded_blocks;
