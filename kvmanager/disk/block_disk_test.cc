@@ -242,7 +242,7 @@ TEST_P(BlockDiskTest, ErasedBytesAreGivenBack) {
 
 // Thousands of holes take seconds, and a segment that becomes empty needs none.
 TEST_P(BlockDiskTest, APurgeAndWhatIsWrittenBehindItDoNotWaitForHoles) {
-  constexpr int kBlocks = 900;  // of one segment
+  constexpr int kBlocks = 600;  // of one segment
   SlowHoles files;
   parts_.files = &files;
   TestDisk disk(&loop_, options_, parts_);

@@ -74,6 +74,7 @@ void ReturnModel::Advance(uint64_t now) {
 void ReturnModel::Evaluate() {
   // Of all kinds.
   std::array<double, kAges> hazard{};
+  double likelier = 1;  // than the prior has it, by the ages before: who never returns soon hardly returns late
   for (int age = 0; age + 1 < kAges; ++age) {
     double returned = 0, reached = 0;
     for (int kind = 0; kind < kKinds; ++kind) {
@@ -83,7 +84,8 @@ void ReturnModel::Evaluate() {
     // Before anything is known, the chance to return in the next moment falls with age, so that the order is LRU's.
     const auto waited = [](int of) { return static_cast<double>(Bounds()[of]) + kFirstAge; };
     const double prior = 1 - std::pow(waited(age) / waited(age + 1), kPriorPower);
-    hazard[age] = std::min(0.999, (returned + kPriorBlocks * prior) / (reached + kPriorBlocks));
+    hazard[age] = std::min(0.999, (returned + kPriorBlocks * prior * likelier) / (reached + kPriorBlocks));
+    likelier = hazard[age] / prior;
   }
   for (int kind = 0; kind < kKinds; ++kind) {
     double returned = 0, expected = 0;

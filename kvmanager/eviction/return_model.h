@@ -30,7 +30,8 @@ class ReturnModel {
   static constexpr uint64_t kAdvanceEvery = 64;     // uses
   static constexpr uint64_t kEvaluateEvery = 1024;  // uses
   static constexpr double kFade = 0.995;
-  // Of a bucket, as if so many had been seen; the share that has not returned falls as age to the power.
+  // Of a bucket, as if so many had been seen; the share that has not returned falls as age to the power, times what
+  // the buckets before have taught: where nothing returned soon, what is older is hardly believed to return.
   static constexpr double kPriorBlocks = 20, kPriorPower = 0.3;
   static constexpr double kPriorReturns = 50;  // of a kind, as of all
   static constexpr uint32_t kNoEntry = UINT32_MAX;

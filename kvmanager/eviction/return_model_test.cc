@@ -47,6 +47,21 @@ TEST(ReturnModelTest, AtFirstTheOldestIsWorthLeast) {
   }
 }
 
+// What nobody has waited for yet is no better than what was waited for in vain: the order stays LRU's.
+TEST(ReturnModelTest, WhereNothingReturnsTheOldestIsWorthLeast) {
+  for (const uint64_t uses : {3000, 30000, 300000}) {
+    ReturnModel model;
+    for (uint64_t now = 1; now <= uses; ++now) {
+      model.Use(now % 50 == 0 ? kReturning : kOnce, now);
+      if (now % ReturnModel::kAdvanceEvery == 0) model.Advance(now);
+      if (now % ReturnModel::kEvaluateEvery == 0) model.Evaluate();
+    }
+    for (int age = 1; age + 1 < ReturnModel::kAges; ++age) {
+      EXPECT_LE(model.worth(kOnce, age), model.worth(kOnce, age - 1)) << age << " of " << uses;
+    }
+  }
+}
+
 TEST(ReturnModelTest, LearnsWhoReturnsAndWhen) {
   ReturnModel model;
   Teach(model, 100000);

@@ -531,7 +531,8 @@ class WorkerTest(DaemonTestCase):
         rows, hashes = random_rows(26, 5, 16), hashes_of(26, 5)
         rank.store("a", hashes, list(range(3, 8)), rows)
         rank.settle()
-        with unittest.mock.patch.object(kvmanager.vllm.worker, "_IDLE_WAIT_S", DEADLINE_S):
+        waits = {"_IDLE_WAIT_S": DEADLINE_S, "_IDLE_AGAIN_WAIT_S": DEADLINE_S}  # the former behind a step that computed
+        with unittest.mock.patch.multiple(kvmanager.vllm.worker, **waits):
             for name, wanted in (("b", hashes), ("c", hashes_of(27, 5))):
                 load = Load(name, "", wanted, 0, ([10, 11, 12, 13, 14],))
                 rank.step(StepPlan(loads=[load], computes=False))

@@ -131,8 +131,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
         if self._worker is not None:
             plan = self._get_connector_metadata()
             self._worker.start_loads(plan)
-            if not plan.computes:
-                self._worker.wait_for_loads()
+            self._worker.wait_for_loads(plan.computes)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled once all of its layers are there."""

@@ -81,7 +81,8 @@ class StoreJob:
         self._held = False  # the stream of saves is behind `after`
         self._size = _FIRST_BLOCKS  # of what is copied next, at most; on a GPU
         self._behind: MapBehind | None = None
-        self._began = time.monotonic()
+        self._began = 0.0  # of the transfer
+        self._computed = not half.copies.cuda  # what is stored; on a GPU the job runs before
 
     def begin(self, at_once: bool = False) -> bool:
         """Begins the copies of the next blocks; whether there were some, and room for them. at_once: encodes them, too, on the link's
@@ -162,6 +163,7 @@ class StoreJob:
 
     def run(self, session: Session) -> None:
         half, store = self._half, self.store
+        self._began = time.monotonic()
         cache = session.cache((store.tenant, half.facts.rank))
         filling: collections.deque[Stored] = collections.deque()
         writing: collections.deque[Writing] = collections.deque()
@@ -243,6 +245,8 @@ class StoreJob:
 
     def _write(self, cache: Cache, names: BlockNames, part: Stored, writing: collections.deque[Writing]) -> None:
         part.done.wait()
+        if not self._computed:
+            self._computed, self._began = True, time.monotonic()
         pieces = part.extent.encoded()
         for number, piece in enumerate(pieces):
             while number > 0 and writing:  # what is in the extent's range

@@ -155,7 +155,8 @@ class MappedLoad:
 
     def _bring(self) -> str:
         """Why the next block is not there; empty: all are, or it may not be mapped."""
-        half, way = self._half, self._way()
+        half = self._half
+        way: AtOnce | ByExtents | None = None
         most = max(1, MAPPED_PAGES_MAX // half.geometry.layers)
         asked: collections.deque[tuple[int, int, Pending[BlocksMapped]]] = collections.deque()
         begun: collections.deque[tuple[BlocksMapped, Fence, int | None]] = collections.deque()
@@ -170,6 +171,7 @@ class MappedLoad:
                     asked.append((first, count, self._ask(first, count)))
                     first, size = first + count, min(2 * size, most)
                 elif reason is None and asked and len(begun) < CALLS:
+                    way = way or self._way()  # while the daemon looks blocks up
                     begin, count, pending = asked.popleft()
                     mapped = pending.wait()
                     begun.append((mapped, Fence(), None))
@@ -195,7 +197,8 @@ class MappedLoad:
         finally:
             half.copies.fetched().wait()
             half.drained().wait()
-            way.close()
+            if way is not None:
+                way.close()
             for *_, pending in asked:
                 pending.close()
             for mapped in (*(each for each, *_ in begun), *(each for *_, each in released)):

@@ -47,6 +47,7 @@ _PIN_WAIT_S = 120.0  # for the daemon to pin its memory, before it copies out of
 _PIN_POLL_S = 0.2
 _LOG_S = 5.0
 _IDLE_WAIT_S = 0.002  # of a step without anything to compute, for loads: the engine sleeps a millisecond before the next
+_IDLE_AGAIN_WAIT_S = 0.008  # the same behind another such step: no output of an earlier one waits meanwhile
 _ALL_BYTES = 1 << 62  # more than any pool
 
 
@@ -74,6 +75,7 @@ class WorkerHalf:
         self.paged: PagedBlocks | None = None  # likewise: what copies whole blocks in one call
         self._lent: tuple[Handle, ...] = ()  # by the daemon, of a GPU; the link's thread
         self._step: list[StoreJob] = []  # of this step, their copies not all begun
+        self._idle = False  # the step before computed nothing
         self._reading: dict[str, list[StoreJob]] = {}  # whose blocks may still be read, by request
         self._hashes: dict[str, tuple[str, list[bytes]]] = {}  # tenant and hashes of what was stored, by request
         self._reports: set[str] = set()  # requests whose blocks wait for their stores
@@ -338,11 +340,14 @@ class WorkerHalf:
             else:
                 self._reading.pop(finish.request, None)
 
-    def wait_for_loads(self) -> None:
+    def wait_for_loads(self, computes: bool) -> None:
         """Of a step that computes nothing: a moment, until one has ended, where some are under way."""
+        idle, self._idle = self._idle, not computes
+        if computes:
+            return
         with self._lock:
             if self._loading and not self._received:
-                self._load_ended.wait(_IDLE_WAIT_S)
+                self._load_ended.wait(_IDLE_AGAIN_WAIT_S if idle else _IDLE_WAIT_S)
 
     def results(self) -> tuple[set[str], set[str], dict[str, set[int]]]:
         """Since the last call: requests whose blocks are no longer read; those whose load has ended; of these, what was
