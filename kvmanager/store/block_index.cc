@@ -78,6 +78,12 @@ void BlockIndex::Release(Block* block, const EvictionRun* run) {
   MakeEvictableIfUnused(block);
 }
 
+void BlockIndex::NoteUse(Block* block) {
+  if (block->holders > 0) return;
+  block->cache->tier->eviction().Touch(block, nullptr);
+  block->last_use_ns = parts_.clock->NowNs();
+}
+
 void BlockIndex::DropRawHold(PageRef ref) {
   KV_CHECK(ref.page().raw_holds > 0);
   --ref.page().raw_holds;

@@ -51,6 +51,8 @@ class BlockIndex {
   void Hold(Block* block);  // one more holder
   /// One holder less; of a chain, children first (EvictionPolicy). run: what used it, if that is known.
   void Release(Block* block, const EvictionRun* run = nullptr);
+  /// It was used now, and nothing else changes; of a chain, children first. What holds it says so when it lets go.
+  void NoteUse(Block* block);
   void Pin(PageRef ref);
   void Unpin(PageRef ref);
   /// Of a lease that reads the encoded form alone, if there is one.
@@ -58,7 +60,6 @@ class BlockIndex {
   void UnpinEncoded(PageRef ref);
   void DropRawHold(PageRef ref);
   void ReleaseRawIfUnused(PageRef ref);
-  void MakeUnevictable(Block* block);
   /// An append continues a page of K and V without activations: those so far are of no use.
   void DropOpenActivations(PageRef keys_values);
   /// An encode job of the page has ended. True: the page was quarantined meanwhile, and goes.
@@ -110,6 +111,7 @@ class BlockIndex {
   /// A block that was found: held, once its bytes are looked at. nullptr and the reason: it is corrupt, and dropped.
   Block* Take(Block* block, Bytes bytes, MissReason* reason);
   void Unname(Block* block, GoneReason reason, const Cache* taker);
+  void MakeUnevictable(Block* block);
   void ShowEvictable();
   void Dispose(Block* block);  // nobody holds it, it has no name
   void FreePage(PageRef ref);  // and deletes the block with its last page

@@ -8,8 +8,8 @@
 namespace kvmanager {
 namespace {
 
-constexpr size_t kNamesOfPiece = 128;  // that are looked for: some 0.05 ms
-constexpr size_t kBlocksOfPiece = 32;  // that are used, with 32 pages each: some 0.1 ms
+constexpr size_t kNamesOfPiece = 128;   // that are looked for: some 0.05 ms
+constexpr size_t kBlocksOfPiece = 128;  // that are used: likewise
 
 // First it walks along the names; then it uses what was found, from the last block on.
 class PrefixMatchImpl final : public PrefixMatch {
@@ -59,9 +59,7 @@ class PrefixMatchImpl final : public PrefixMatch {
     const size_t first = unused_ - std::min(unused_, kBlocksOfPiece);
     for (; unused_ > first; --unused_) {
       Block* const block = FindNextBlock(memories, names_[unused_ - 1], static_cast<uint32_t>(unused_ - 1)).block;
-      if (block == nullptr) continue;
-      parts_.blocks->Hold(block);
-      parts_.blocks->Release(block);
+      if (block != nullptr) parts_.blocks->NoteUse(block);
     }
     return unused_ > 0;
   }

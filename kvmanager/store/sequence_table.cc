@@ -84,7 +84,7 @@ SequenceId SequenceTable::Show(std::unique_ptr<Sequence> sequence) {
 void SequenceTable::Attach(Sequence& sequence, Block* block) {
   const uint32_t index = static_cast<uint32_t>(sequence.blocks.size());
   KV_CHECK(block->index == index);
-  parts_.blocks->MakeUnevictable(block);
+  KV_CHECK(block->holders > 0 && !block->evictable);
   sequence.blocks.push_back(block);
   const bool notes_changes = sequence.has_keepers();  // of a new sequence, with very many pages, nobody
   for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
