@@ -97,7 +97,7 @@ uint64_t Index::SparseFrom(uint64_t position, int tokens) const {
 
 void Index::OnAppend(int layer, uint64_t position, int tokens, int64_t now_ns) {
   if (!prompt_known() && tokens == 1 && position > 0) facts_.prompt_tokens = position;
-  // A GPU's prefill runs when its appends are long booked: their times say nothing.
+  // A GPU's prefill runs when its appends were answered long ago: their times say nothing.
   if (shape_->parameters.iterations == 0 && !shape_->on_device) NotePrefill(layer, position, tokens, now_ns);
   layers_[layer].tokens = position + tokens;
 }

@@ -217,12 +217,12 @@ void MessageShare::NoteUnsent(uint64_t unsent) { CountUnsent(unsent); }
 
 void MessageShare::CountUnsent(uint64_t unsent) {
   if (cut_off_ == nullptr) return;
-  uint64_t unbooked = unsent - std::min(unsent, sending_bytes_);
-  if (unbooked <= MessageRoom::kOwnBytes) unbooked = 0;
-  if (unbooked == counted_) return;
-  const bool less = unbooked < counted_;
-  room_->used_ += unbooked - counted_;
-  counted_ = unbooked;
+  uint64_t unreserved = unsent - std::min(unsent, sending_bytes_);
+  if (unreserved <= MessageRoom::kOwnBytes) unreserved = 0;
+  if (unreserved == counted_) return;
+  const bool less = unreserved < counted_;
+  room_->used_ += unreserved - counted_;
+  counted_ = unreserved;
   if (less) return room_->Admit();
   if (room_->used_ > room_->bounds_.whole) room_->CutOffLargest();
 }
