@@ -1,5 +1,6 @@
 // An upgrade: another program goes on in the daemon's process, with its sockets and its memory, and clients see no more
 // of it than of a daemon that was away for a moment.
+#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -258,7 +259,7 @@ TEST_F(UpgradeTest, AProgramThatCannotGoOnIsRefusedAndTheDaemonServesOn) {
   refuses(Script("crashes", "kill -9 $$"),
           ", must be a kvmanagerd that takes this one's flags; with --check before them: signal 9");
   refuses(Script("waits", "sleep 30"),
-          ", must be a kvmanagerd that takes this one's flags; with --check before them: signal 9");
+          ", must be a kvmanagerd that takes this one's flags; with --check before them: it had not ended after 4 s");
   std::ofstream(config) << "state-dir = \"" << state_ << "\"\nno-flag = 1\n";
   ExpectRefusal({}, absl::StrCat("no-flag in ", config, " is unknown"));
   // What would be given up is said.
@@ -273,6 +274,35 @@ TEST_F(UpgradeTest, AProgramThatCannotGoOnIsRefusedAndTheDaemonServesOn) {
   RestartedDaemonTest::TearDown();
   daemon_.reset();
   KillKeeperOf(state_ + "2");
+}
+
+TEST_F(UpgradeTest, WhereTheKeeperHasGoneAnotherOneKeepsTheMemory) {
+  StartKept();
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options_));
+  Publish(*cache, {1, Kind::kNormal, options_}, 5);
+  cache.reset();
+  KillKeeperOf(state_);
+  ExpectUpgrade();
+  ASSERT_OK_AND_ASSIGN(cache, client_->OpenCache(options_));
+  EXPECT_EQ(Compare(*cache, {1, Kind::kNormal, options_}, 5), 5);
+  EXPECT_GT(KeeperOf(state_), 0);
+}
+
+TEST_F(UpgradeTest, WhereTheKeeperDoesNotAnswerTheDaemonServesOn) {
+  StartKept();
+  NoteBoot();
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options_));
+  Publish(*cache, {1, Kind::kNormal, options_}, 5);
+  const pid_t keeper = KeeperOf(state_);
+  ASSERT_GT(keeper, 0);
+  ASSERT_EQ(kill(keeper, SIGSTOP), 0);
+  ExpectRefusal({}, "keeper: no answer within 1000 ms");
+  EXPECT_EQ(Compare(*cache, {1, Kind::kNormal, options_}, 5), 5);
+  cache.reset();
+  ASSERT_EQ(kill(keeper, SIGCONT), 0);
+  ExpectUpgrade();
+  ASSERT_OK_AND_ASSIGN(cache, client_->OpenCache(options_));
+  EXPECT_EQ(Compare(*cache, {1, Kind::kNormal, options_}, 5), 5);
 }
 
 TEST_F(UpgradeTest, WithoutAStateDirMemoryIsNotLostUnasked) {

@@ -13,6 +13,8 @@
 namespace kvmanager::client::cli {
 namespace {
 
+constexpr double kTtlSMax = 1e12;
+
 absl::StatusOr<absl::Span<const BlockName>> Range(absl::Span<const BlockName> names, const std::string& blocks) {
   if (blocks.empty()) return names;
   const std::vector<std::string> ends = absl::StrSplit(blocks, "..");
@@ -27,6 +29,9 @@ absl::StatusOr<absl::Span<const BlockName>> Range(absl::Span<const BlockName> na
 }  // namespace
 
 absl::StatusOr<RetainedPrompt> Retain(Client& client, const RetainArguments& arguments) {
+  if (!(arguments.ttl_s >= 0 && arguments.ttl_s <= kTtlSMax)) {
+    return InvalidField("--ttl-s", arguments.ttl_s, absl::StrCat("0..", kTtlSMax, " seconds"));
+  }
   RetainedPrompt prompt{.retention = {.priority = arguments.priority, .ttl_ms = std::llround(arguments.ttl_s * 1000)}};
   if (arguments.ttl_s > 0 && prompt.retention.ttl_ms == 0) prompt.retention.ttl_ms = 1;  // 0 would be no end
   KV_ASSIGN_OR_RETURN(const NamedPrompt named, NamePrompt(client, arguments.prompt));

@@ -3,20 +3,66 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
 
+constexpr int kTryUs = 10000;
+constexpr int kTriesAtOnce = 10, kTries = 6000;  // a minute
+
 absl::Status Failed(absl::string_view what, const std::string& path) {
   return absl::UnavailableError(absl::StrCat(what, " ", path, ": ", std::strerror(errno)));
+}
+
+// Whether the process that has the file locked is ending: the kernel first unmaps its memory, a second for each 10 to
+// 20 GiB, and only then closes its files.
+bool IsHolderEnding(int lock) {
+  struct stat file;
+  if (fstat(lock, &file) != 0) return false;
+  std::ifstream locks("/proc/locks");
+  for (std::string line; std::getline(locks, line);) {
+    // 7: FLOCK ADVISORY WRITE 1234 fe:00:5678 0 EOF
+    const std::vector<std::string> words = absl::StrSplit(line, ' ', absl::SkipEmpty());
+    if (words.size() < 6 || words[1] != "FLOCK") continue;
+    const std::string place =
+        absl::StrFormat("%02x:%02x:%u", major(file.st_dev), minor(file.st_dev), static_cast<uint64_t>(file.st_ino));
+    if (words[5] != place) continue;
+    std::ifstream stat("/proc/" + words[4] + "/stat");
+    std::string text;
+    if (!std::getline(stat, text)) return true;  // it has gone meanwhile
+    // PID (NAME) STATE PPID PGRP SESSION TTY TPGID FLAGS
+    const std::vector<std::string> fields = absl::StrSplit(text.substr(text.rfind(')') + 1), ' ', absl::SkipEmpty());
+    constexpr uint64_t kExiting = 4;  // PF_EXITING of the kernel
+    uint64_t flags = 0;
+    return fields.size() > 6 && absl::SimpleAtoi(fields[6], &flags) && (flags & kExiting) != 0;
+  }
+  return false;
+}
+
+// Waits for a holder that is ending, and a moment for one that was told to.
+bool Lock(int lock) {
+  for (int tries = 0; flock(lock, LOCK_EX | LOCK_NB) != 0; ++tries) {
+    if (errno != EWOULDBLOCK) return false;
+    if (tries >= kTries || (tries >= kTriesAtOnce && !IsHolderEnding(lock))) {
+      errno = EWOULDBLOCK;
+      return false;
+    }
+    usleep(kTryUs);
+  }
+  return true;
 }
 
 }  // namespace
@@ -35,12 +81,15 @@ absl::StatusOr<LockedFolder> LockedFolder::Open(absl::string_view field, const s
   if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
     return FieldError(absl::StatusCode::kFailedPrecondition, field,
                       absl::StrCat(path, ", mode ", absl::StrFormat("%04o", status.st_mode & 07777)),
-                      absl::StrCat("a directory for its owner alone: chmod 700 ", path));
+                      // Not of /tmp and its like.
+                      (status.st_mode & S_ISVTX) != 0
+                          ? absl::StrCat("a directory of the daemon's own: ", path, "/kvmanager, for example")
+                          : absl::StrCat("a directory for its owner alone: chmod 700 ", path));
   }
   const std::string lock_path = path + "/lock";
   const int lock = open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (lock < 0) return Failed("opening", lock_path);
-  if (flock(lock, LOCK_EX | LOCK_NB) != 0) {
+  if (!Lock(lock)) {
     const bool is_open = errno == EWOULDBLOCK;
     const absl::Status failed = Failed("locking", lock_path);
     close(lock);

@@ -67,7 +67,12 @@ kj::Promise<absl::Status> ServerEnd::Upgrade(const std::string& program, bool co
   if (absl::Status status = CheckUpgrade(cold); !status.ok()) return status;
   using Checked = absl::StatusOr<CheckedSuccessor>;
   return OnWorker<Checked>(running_.background, running_.queue, WorkerPool::kDaemon,
-                           [options = options_, program, cold] { return CheckSuccessor(options, program, cold); })
+                           [options = options_, program, cold, memory = running_.memory]() -> Checked {
+                             KV_ASSIGN_OR_RETURN(CheckedSuccessor checked, CheckSuccessor(options, program, cold));
+                             // What nobody keeps would be lost.
+                             if (!cold) KV_RETURN_IF_ERROR(memory->KeepOn(options));
+                             return checked;
+                           })
       .then([this, cold](Checked checked) {
         absl::Status status = checked.ok() ? CheckUpgrade(cold) : checked.status();
         if (!status.ok()) {

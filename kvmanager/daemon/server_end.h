@@ -13,6 +13,7 @@
 #include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/daemon/options.h"
+#include "kvmanager/daemon/server_memory.h"
 #include "kvmanager/handoff/drain_switch.h"
 #include "kvmanager/handoff/incoming_hand_offs.h"
 #include "kvmanager/handoff/outgoing_hand_offs.h"
@@ -41,6 +42,7 @@ class ServerEnd {
     IncomingHandOffs* incoming = nullptr;
     const OutgoingHandOffs* outgoing = nullptr;
     MessageRoom *requests = nullptr, *replies = nullptr;
+    ServerMemory* memory = nullptr;
   };
   /// {}: the loop has ended.
   void SetRunning(const Running& running);

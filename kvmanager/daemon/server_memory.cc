@@ -85,8 +85,7 @@ void ServerMemory::TakeBack(MessageQueue* queue, size_t looks) {
 absl::Status ServerMemory::OpenKept(const Options& options, const Clock* clock) {
   KV_ASSIGN_OR_RETURN(LockedFolder folder, LockedFolder::Open("--state-dir", options.state_dir));
   folder_.emplace(std::move(folder));
-  KV_ASSIGN_OR_RETURN(keeper_, MemoryKeeper::Open(options.state_dir, {"/proc/self/exe", kKeeperFlag, options.state_dir,
-                                                                      absl::StrCat(options.state_keep_s)}));
+  KV_RETURN_IF_ERROR(OpenKeeper(options));
   PagePool::Options pool;
   pool.pool_bytes = options.host_pool_bytes;
   pool.slab_bytes = options.slab_bytes;
@@ -98,6 +97,33 @@ absl::Status ServerMemory::OpenKept(const Options& options, const Clock* clock) 
     spdlog::warn("the memory of an earlier daemon is given up, with its blocks: {}", std::string(taken.message()));
   }
   return MakeAnew(pool);
+}
+
+absl::Status ServerMemory::OpenKeeper(const Options& options) {
+  const std::string seconds = absl::StrCat(options.state_keep_s);
+  KV_ASSIGN_OR_RETURN(
+      keeper_, MemoryKeeper::Open(options.state_dir, {"/proc/self/exe", kKeeperFlag, options.state_dir, seconds}));
+  if (const absl::Status told = keeper_->SetIdle(options.state_keep_s); !told.ok()) {
+    spdlog::warn("--state-keep-s {} is not what the process that keeps the memory goes by: {}", seconds,
+                 std::string(told.message()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ServerMemory::KeepOn(const Options& options) {
+  if (keeper_ == nullptr) return absl::OkStatus();
+  const absl::Status there = keeper_->Ping();
+  if (there.ok()) return there;
+  if (absl::IsDeadlineExceeded(there)) {
+    return absl::UnavailableError(absl::StrCat("--state-dir ", options.state_dir, ": ", there.message(),
+                                               ": the memory would be lost; end the process that keeps it (kvmanagerd ",
+                                               kKeeperFlag, " ", options.state_dir,
+                                               "), and another one takes its place"));
+  }
+  KV_RETURN_IF_ERROR(OpenKeeper(options));
+  KV_RETURN_IF_ERROR(KeepAll());
+  spdlog::warn("another process keeps the memory now ({})", std::string(there.message()));
+  return absl::OkStatus();
 }
 
 absl::Status ServerMemory::TakeOver(PagePool::Options pool) {
@@ -116,6 +142,11 @@ absl::Status ServerMemory::MakeAnew(const PagePool::Options& pool) {
   KV_RETURN_IF_ERROR(keeper_->Forget());
   KV_ASSIGN_OR_RETURN(pool_, PagePool::Create(pool));
   KV_ASSIGN_OR_RETURN(manifest_, KeptManifest::Create({pool_->capacity_bytes(), pool_->slab_bytes()}));
+  return KeepAll();
+}
+
+absl::Status ServerMemory::KeepAll() {
+  KV_RETURN_IF_ERROR(keeper_->Forget());
   for (size_t i = 0; i < pool_->regions().size(); ++i) {
     KV_RETURN_IF_ERROR(keeper_->Keep(RegionName(i), pool_->regions()[i]->keeper_fd()));
   }

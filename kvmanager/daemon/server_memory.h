@@ -28,6 +28,11 @@ class ServerMemory {
   /// begins.
   void Look(WorkerPool* workers, MessageQueue* queue);
 
+  /// Before this daemon gives the memory up for another one: that it is kept. Where the keeper has gone, another one
+  /// takes its place. Any thread but the loop's, one at a time: it waits for the keeper, a second. Errors:
+  /// UNAVAILABLE.
+  absl::Status KeepOn(const Options& options);
+
   PagePool* pool() const { return pool_.get(); }
   KeptManifest* manifest() const { return manifest_.get(); }  // nullptr: nothing outlives the daemon
 
@@ -36,6 +41,8 @@ class ServerMemory {
   absl::Status OpenKept(const Options& options, const Clock* clock);
   absl::Status TakeOver(PagePool::Options pool);
   absl::Status MakeAnew(const PagePool::Options& pool);
+  absl::Status OpenKeeper(const Options& options);
+  absl::Status KeepAll();
   /// Looks at so many slabs that are shown, in turns.
   void TakeBack(MessageQueue* queue, size_t looks);
 

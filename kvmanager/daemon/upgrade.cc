@@ -64,8 +64,9 @@ absl::Status CheckFile(const std::string& program) {
 }
 
 struct Ended {
-  int status = 0;      // as waitpid() gives it
-  std::string output;  // its first kOutputBytesMax bytes
+  int status = 0;        // as waitpid() gives it
+  bool is_late = false;  // it was ended
+  std::string output;    // its first kOutputBytesMax bytes
 };
 
 absl::StatusOr<Ended> RunToTheEnd(const std::vector<std::string>& command) {
@@ -91,6 +92,7 @@ absl::StatusOr<Ended> RunToTheEnd(const std::vector<std::string>& command) {
   close(ends[0]);
   if (!child.ok()) return child.status();
   result.status = child->EndWithin(left_ms());
+  result.is_late = left_ms() == 0;
   return result;
 }
 
@@ -192,8 +194,9 @@ absl::StatusOr<CheckedSuccessor> CheckSuccessor(const Options& options, const st
   if (ended.status != 0 || successor.version.empty() || memory.empty()) {
     std::string said(absl::StripAsciiWhitespace(ended.output.substr(0, kSaidBytesMax)));
     if (said.empty()) said = "it says nothing";
-    const std::string how = WIFSIGNALED(ended.status) ? absl::StrCat("signal ", WTERMSIG(ended.status))
-                                                      : absl::StrCat("exit status ", WEXITSTATUS(ended.status));
+    const std::string how = ended.is_late               ? absl::StrCat("it had not ended after ", kCheckMs / 1000, " s")
+                            : WIFSIGNALED(ended.status) ? absl::StrCat("signal ", WTERMSIG(ended.status))
+                                                        : absl::StrCat("exit status ", WEXITSTATUS(ended.status));
     return InvalidField(
         "program", command[0],
         absl::StrCat("a kvmanagerd that takes this one's flags; with ", kCheckFlag, " before them: ", how, ": ", said));

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -64,8 +65,8 @@ absl::StatusOr<int> Listen(const std::string& path) {
 
 class Keeper {
  public:
-  /// idle_ns: 0: it never ends by itself.
-  Keeper(int listen, int64_t idle_ns) : listen_(listen), idle_ns_(idle_ns) {}
+  /// idle_ns: 0: it never ends by itself. of_daemon: a daemon started it, and daemons may say another time.
+  Keeper(int listen, int64_t idle_ns, bool of_daemon) : listen_(listen), idle_ns_(idle_ns), of_daemon_(of_daemon) {}
 
   void Run() {
     int64_t ends_ns = clock_.NowNs() + idle_ns_;
@@ -128,6 +129,17 @@ class Keeper {
         for (const auto& [name, fd] : kept_) close(fd);
         kept_.clear();
         break;
+      case KeeperPacketType::kIdle: {
+        uint64_t seconds = 0;
+        if (!absl::SimpleAtoi(packet->name, &seconds) || seconds > kSecondsMax) {
+          if (packet->fd >= 0) close(packet->fd);
+          return Answer(daemon, KeeperPacketType::kRefused);
+        }
+        if (of_daemon_) idle_ns_ = static_cast<int64_t>(seconds) * 1000000000;
+        break;
+      }
+      case KeeperPacketType::kPing:
+        break;
       default:
         if (packet->fd >= 0) close(packet->fd);
         return Answer(daemon, KeeperPacketType::kRefused);
@@ -138,7 +150,8 @@ class Keeper {
   static bool Answer(int daemon, KeeperPacketType type) { return SendKeeperPacket(daemon, {type, "", -1}).ok(); }
 
   const int listen_;
-  const int64_t idle_ns_;
+  int64_t idle_ns_;
+  const bool of_daemon_;
   SteadyClock clock_;
   std::vector<int> daemons_;  // connections: one, and for moments that of the next daemon, or of somebody who looks
   std::map<std::string, int> kept_;  // descriptors
@@ -174,7 +187,12 @@ int RunKeeper(int argc, char** argv) {
   prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
   prctl(PR_SET_NAME, "kvmanager-keep");
   if (argc == 4) LeaveStarter();
-  Keeper(*listening, static_cast<int64_t>(seconds) * 1000000000).Run();
+  // A descriptor for each region of a pool.
+  if (rlimit files; getrlimit(RLIMIT_NOFILE, &files) == 0) {
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+  }
+  Keeper(*listening, static_cast<int64_t>(seconds) * 1000000000, /*of_daemon=*/argc == 4).Run();
   unlink(path->c_str());
   return 0;
 }

@@ -141,6 +141,20 @@ TEST_F(KeeperTest, EndsWhenItsTimeIsOverAndNoDaemonIsThere) {
   EXPECT_EQ(keeper->left(), 0u);
 }
 
+TEST_F(KeeperTest, ADaemonSaysHowLongItStays) {
+  auto keeper = Open("100000");
+  EXPECT_TRUE(keeper->Ping().ok());
+  EXPECT_TRUE(keeper->SetIdle(1).ok());
+  EXPECT_FALSE(keeper->SetIdle(-1).ok());
+  EXPECT_TRUE(keeper->Ping().ok());
+  keeper = nullptr;
+  for (int i = 0; i < 500 && std::filesystem::exists(*KeeperPath(folder_)); ++i) usleep(10000);
+  EXPECT_FALSE(std::filesystem::exists(*KeeperPath(folder_)));
+  keeper = Open("1");
+  KillKeeperOf(folder_);
+  EXPECT_TRUE(absl::IsUnavailable(keeper->Ping())) << "it has gone";
+}
+
 TEST_F(KeeperTest, ASocketThatNobodyServesIsReplaced) {
   Open();
   KillKeeperOf(folder_);  // its socket stays

@@ -16,6 +16,8 @@ enum class KeeperPacketType : uint8_t {
   kKept = 'H',    // keeper: name and descriptor
   kKeep = 'K',    // daemon: keep this descriptor by this name. Answered by kDone, or kRefused
   kForget = 'F',  // daemon: keep nothing any more. Answered by kDone
+  kIdle = 'I',    // daemon: without a daemon, end after so many seconds (name). Answered by kDone, or kRefused
+  kPing = 'P',    // daemon: is somebody there? Answered by kDone; by an older keeper with kRefused
   kDone = 'D',
   kRefused = 'R',  // keeper: it has too much, or does not understand
 };

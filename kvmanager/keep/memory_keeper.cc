@@ -1,5 +1,6 @@
 #include "kvmanager/keep/memory_keeper.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int kTries = 500;  // to reach a keeper that was just started
 constexpr int kTryUs = 10000;
+constexpr int kPingMs = 1000;
 
 }  // namespace
 
@@ -87,10 +89,30 @@ absl::Status MemoryKeeper::Ask(KeeperPacketType type, absl::string_view name, in
   KV_ASSIGN_OR_RETURN(KeeperPacket packet, ReceiveKeeperPacket(socket_));
   if (packet.fd >= 0) close(packet.fd);
   if (packet.type == KeeperPacketType::kDone) return absl::OkStatus();
-  return absl::UnavailableError(absl::StrCat("keeper: it refuses to keep ", name));
+  return absl::UnavailableError(type == KeeperPacketType::kKeep
+                                    ? absl::StrCat("keeper: it refuses to keep ", name,
+                                                   ": it may have too few descriptors (ulimit -n, or "
+                                                   "LimitNOFILE of its service, which should be ",
+                                                   2 * kKeptMax, ")")
+                                    : "keeper: it is of an earlier version");
 }
 
 absl::Status MemoryKeeper::Keep(absl::string_view name, int fd) { return Ask(KeeperPacketType::kKeep, name, fd); }
+
+absl::Status MemoryKeeper::SetIdle(int64_t seconds) { return Ask(KeeperPacketType::kIdle, absl::StrCat(seconds), -1); }
+
+absl::Status MemoryKeeper::Ping() {
+  KV_RETURN_IF_ERROR(SendKeeperPacket(socket_, {KeeperPacketType::kPing, "", -1}));
+  pollfd answer{socket_, POLLIN, 0};
+  while (poll(&answer, 1, kPingMs) < 0 && errno == EINTR) {
+  }
+  if (answer.revents == 0) {
+    return absl::DeadlineExceededError(absl::StrCat("keeper: no answer within ", kPingMs, " ms"));
+  }
+  KV_ASSIGN_OR_RETURN(KeeperPacket packet, ReceiveKeeperPacket(socket_));
+  if (packet.fd >= 0) close(packet.fd);
+  return absl::OkStatus();
+}
 
 absl::Status MemoryKeeper::Forget() {
   CloseFound();

@@ -34,6 +34,11 @@ class MemoryKeeper {
   absl::Status Keep(absl::string_view name, int fd);
   /// What was kept is given up, and not found any more.
   absl::Status Forget();
+  /// After so many seconds without a daemon it ends; a keeper that was started without such a time never does. Errors:
+  /// UNAVAILABLE: it has gone, or is of an earlier version.
+  absl::Status SetIdle(int64_t seconds);
+  /// UNAVAILABLE: it has gone. DEADLINE_EXCEEDED: it does not answer within a second.
+  absl::Status Ping();
 
  private:
   /// The one that listens at `path`, or a new one.
