@@ -13,8 +13,6 @@
 namespace kvmanager::client::cli {
 namespace {
 
-constexpr double kTtlSMax = 1e12;
-
 absl::StatusOr<absl::Span<const BlockName>> Range(absl::Span<const BlockName> names, const std::string& blocks) {
   if (blocks.empty()) return names;
   const std::vector<std::string> ends = absl::StrSplit(blocks, "..");
@@ -29,6 +27,7 @@ absl::StatusOr<absl::Span<const BlockName>> Range(absl::Span<const BlockName> na
 }  // namespace
 
 absl::StatusOr<RetainedPrompt> Retain(Client& client, const RetainArguments& arguments) {
+  // CLI11 lets "nan" pass.
   if (!(arguments.ttl_s >= 0 && arguments.ttl_s <= kTtlSMax)) {
     return InvalidField("--ttl-s", arguments.ttl_s, absl::StrCat("0..", kTtlSMax, " seconds"));
   }
