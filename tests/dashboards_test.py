@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 import unittest
+import unittest.mock
 import urllib.parse
 import urllib.request
 
@@ -192,6 +193,16 @@ class Promtool(unittest.TestCase):
 
 @unittest.skipUnless(shutil.which("prometheus"), "Prometheus is not installed: apt-get install prometheus")
 class Scraped(unittest.TestCase):
+    def on_a_bad_disk(self) -> kvmanager_testing.Daemon:
+        """A small daemon whose disk's index is missing, and whose writes fail."""
+        disk = tempfile.mkdtemp(prefix="kvdisk")  # mode 0700
+        self.addCleanup(shutil.rmtree, disk)
+        os.mkdir(f"{disk}/segments")
+        with open(f"{disk}/segments/1", "wb"):
+            pass
+        with unittest.mock.patch.dict(os.environ, KVMANAGER_FAILPOINTS="disk.write=1/1"):
+            return kvmanager_testing.Daemon("32MiB", QUIET + ("--disk-path", disk, "--disk-bytes", "64MiB"))
+
     def test_every_panel_has_data(self) -> None:
         flags = QUIET + SAMPLE_ALL
         queries = [(name, shorten(query)) for name, query in panels()]
@@ -203,7 +214,7 @@ class Scraped(unittest.TestCase):
 
     def test_alerts_fire(self) -> None:
         flags = QUIET + ("--peer-local-copy", "off", "--hand-off-lease-ms", "200")
-        with socket.socket() as nobody, kvmanager_testing.Daemon("32MiB", QUIET) as small, \
+        with socket.socket() as nobody, self.on_a_bad_disk() as small, \
                 kvmanager_testing.Daemon("48MiB", flags) as daemon, kvmanager_testing.Daemon("48MiB", flags) as peer, \
                 kvmanager_testing.Daemon("32MiB", QUIET) as draining, \
                 kvmanager_testing.Daemon("96MiB", QUIET + SAMPLE_ALL + ("--threads", "1")) as strained:

@@ -1,6 +1,7 @@
 #include "kvmanager/base/locked_folder.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -11,20 +12,42 @@
 #include <fstream>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
 
 constexpr int kTryUs = 10000;
-constexpr int kTriesAtOnce = 10, kTries = 6000;  // a minute
+constexpr int kLivingTries = 20, kTries = 6000;  // 0.2 s, a minute
 
 absl::Status Failed(absl::string_view what, const std::string& path) {
   return absl::UnavailableError(absl::StrCat(what, " ", path, ": ", std::strerror(errno)));
+}
+
+// Whether a process is ending, or was killed and has not noticed. true, too: it has gone.
+bool IsEnding(const std::string& pid) {
+  std::ifstream stat("/proc/" + pid + "/stat"), status("/proc/" + pid + "/status");
+  std::string text;
+  if (!std::getline(stat, text)) return true;
+  // PID (NAME) STATE PPID PGRP SESSION TTY TPGID FLAGS
+  const std::vector<std::string> fields = absl::StrSplit(text.substr(text.rfind(')') + 1), ' ', absl::SkipEmpty());
+  constexpr uint64_t kExiting = 4;  // PF_EXITING of the kernel
+  uint64_t flags = 0;
+  if (fields.size() > 6 && absl::SimpleAtoi(fields[6], &flags) && (flags & kExiting) != 0) return true;
+  while (std::getline(status, text)) {
+    absl::string_view line = text;
+    uint64_t pending = 0;
+    if (!absl::ConsumePrefix(&line, "SigPnd:") && !absl::ConsumePrefix(&line, "ShdPnd:")) continue;
+    if (absl::SimpleHexAtoi(absl::StripAsciiWhitespace(line), &pending) && (pending >> (SIGKILL - 1) & 1) != 0)
+      return true;
+  }
+  return false;
 }
 
 // Whether the process that has the file locked is ending: the kernel first unmaps its memory, a second for each 10 to
@@ -40,23 +63,17 @@ bool IsHolderEnding(int lock) {
     const std::string place =
         absl::StrFormat("%02x:%02x:%u", major(file.st_dev), minor(file.st_dev), static_cast<uint64_t>(file.st_ino));
     if (words[5] != place) continue;
-    std::ifstream stat("/proc/" + words[4] + "/stat");
-    std::string text;
-    if (!std::getline(stat, text)) return true;  // it has gone meanwhile
-    // PID (NAME) STATE PPID PGRP SESSION TTY TPGID FLAGS
-    const std::vector<std::string> fields = absl::StrSplit(text.substr(text.rfind(')') + 1), ' ', absl::SkipEmpty());
-    constexpr uint64_t kExiting = 4;  // PF_EXITING of the kernel
-    uint64_t flags = 0;
-    return fields.size() > 6 && absl::SimpleAtoi(fields[6], &flags) && (flags & kExiting) != 0;
+    return IsEnding(words[4]);
   }
   return false;
 }
 
-// Waits for a holder that is ending, and a moment for one that was told to.
+// Waits for a holder that is ending; one that is not is looked at for a moment, since there are moments between.
 bool Lock(int lock) {
-  for (int tries = 0; flock(lock, LOCK_EX | LOCK_NB) != 0; ++tries) {
+  for (int tries = 0, living = 0; flock(lock, LOCK_EX | LOCK_NB) != 0; ++tries) {
     if (errno != EWOULDBLOCK) return false;
-    if (tries >= kTries || (tries >= kTriesAtOnce && !IsHolderEnding(lock))) {
+    living = IsHolderEnding(lock) ? 0 : living + 1;
+    if (tries >= kTries || living >= kLivingTries) {
       errno = EWOULDBLOCK;
       return false;
     }
