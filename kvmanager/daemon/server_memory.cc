@@ -113,7 +113,7 @@ absl::Status ServerMemory::OpenKeeper(const Options& options) {
 absl::Status ServerMemory::KeepOn(const Options& options) {
   if (keeper_ == nullptr) return absl::OkStatus();
   const absl::Status there = keeper_->Ping();
-  if (there.ok()) return there;
+  if (there.ok()) return absl::OkStatus();
   if (absl::IsDeadlineExceeded(there)) {
     return absl::UnavailableError(absl::StrCat("--state-dir ", options.state_dir, ": ", there.message(),
                                                ": the memory would be lost; end the process that keeps it (kvmanagerd ",
