@@ -12,9 +12,8 @@ namespace kvmanager {
 class LockedFolder {
  public:
   /// Makes it (mode 0700) if it is not there, its parent must be, and locks its file `lock`. Waits up to a minute for a
-  /// process that has it and is ending. field: the option that
-  /// errors name. Errors: INVALID_ARGUMENT (no directory); FAILED_PRECONDITION (foreign owner or mode, another process
-  /// has it open); UNAVAILABLE.
+  /// process that has it and is ending. field: the option that errors name. Errors: INVALID_ARGUMENT (no directory);
+  /// FAILED_PRECONDITION (foreign owner or mode, another process has it open); UNAVAILABLE.
   static absl::StatusOr<LockedFolder> Open(absl::string_view field, const std::string& path);
   LockedFolder(LockedFolder&& other) noexcept : path_(std::move(other.path_)), lock_(std::exchange(other.lock_, -1)) {}
   LockedFolder& operator=(LockedFolder&&) = delete;

@@ -121,6 +121,7 @@ absl::Status ServerMemory::KeepOn(const Options& options) {
                                                "), and another one takes its place"));
   }
   KV_RETURN_IF_ERROR(OpenKeeper(options));
+  KV_RETURN_IF_ERROR(keeper_->Forget());
   KV_RETURN_IF_ERROR(KeepAll());
   spdlog::warn("another process keeps the memory now ({})", std::string(there.message()));
   return absl::OkStatus();
@@ -146,7 +147,6 @@ absl::Status ServerMemory::MakeAnew(const PagePool::Options& pool) {
 }
 
 absl::Status ServerMemory::KeepAll() {
-  KV_RETURN_IF_ERROR(keeper_->Forget());
   for (size_t i = 0; i < pool_->regions().size(); ++i) {
     KV_RETURN_IF_ERROR(keeper_->Keep(RegionName(i), pool_->regions()[i]->keeper_fd()));
   }
