@@ -184,6 +184,17 @@ class ClientImpl final : public Client {
     return admin->Call<Result>(std::move(request), [](auto& response) { return ReadRetained(response); });
   }
 
+  absl::StatusOr<PrefixMatch> Prefetch(uint32_t cache_id, absl::Span<const BlockName> names) override {
+    using Result = absl::StatusOr<PrefixMatch>;
+    KV_RETURN_IF_ERROR(
+        CheckMessageBytes("names", kMessageOverheadBytes + names.size() * kBlockNameBytes, kMessageBytesMax));
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    auto request = admin->admin().prefetchRequest();
+    request.setCacheId(cache_id);
+    ToWire(names, request.initNames(static_cast<uint32_t>(names.size())));
+    return admin->Call<Result>(std::move(request), [](auto& response) { return ReadMatch(response); });
+  }
+
   absl::Status Drain(bool on) override {
     KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
     const auto read = [](auto& response) { return FromWire(response.getStatus()); };

@@ -228,8 +228,15 @@ struct RetainOutcome {
 };
 
 struct PrefixMatch {
-  int hit_blocks = 0;
-  Miss reason = Miss::kNone;
+  int hit_blocks = 0;         // consecutive, from the first
+  Miss reason = Miss::kNone;  // of the first block that was no hit
+  int in_memory = 0;  // of the hits, from the first on: in the cache's own memory; 0: a daemon before schema 1.20
+};
+
+struct MatchOptions {
+  /// What only the disk has of the hits begins to come to host memory; nothing waits for it. It ends with the
+  /// connection. Daemons of earlier versions ignore it.
+  bool prefetch = false;
 };
 
 struct PublishOutcome {
@@ -286,13 +293,22 @@ struct DiskDescription {
   std::string state;              // "ready", "reading its index", or what is wrong
 };
 
+/// Host memory that outlives the daemon.
+struct KeptMemoryDescription {
+  std::string state_dir;
+  std::string state;              // who keeps it, or why nobody does
+  uint32_t pid = 0;               // of the process that keeps it; 0: nobody does
+  uint64_t unclaimed_blocks = 0;  // of an earlier daemon, that no cache has taken yet
+};
+
 struct DaemonDescription {
   std::string version;
   uint64_t boot_epoch = 0;
   double uptime_seconds = 0;
   bool draining = false;
   std::vector<PoolDescription> pools;
-  std::optional<DiskDescription> disk;  // nothing: the daemon has none
+  std::optional<DiskDescription> disk;               // nothing: the daemon has none
+  std::optional<KeptMemoryDescription> kept_memory;  // nothing: without --state-dir
   uint32_t connections = 0, caches = 0, threads = 0;
   uint64_t leases = 0, published_blocks = 0;
   uint64_t waiting_hand_offs = 0;  // received sequences that nobody has claimed yet
@@ -514,6 +530,11 @@ class Client {
                                                const RetentionOptions& options) {
     return absl::UnimplementedError("this client retains no blocks");
   }
+  /// Cache::Prefetch, of any tenant's cache. Errors: INVALID_ARGUMENT (names), NOT_FOUND (cache); UNIMPLEMENTED by
+  /// daemons of earlier versions.
+  virtual absl::StatusOr<PrefixMatch> Prefetch(uint32_t cache_id, absl::Span<const BlockName> names) {
+    return absl::UnimplementedError("this client prefetches no blocks");
+  }
   /// Refuses new sequences, forks and incoming hand-offs; claims, outgoing hand-offs and all else go on.
   virtual absl::Status Drain(bool on) = 0;
   /// Another program goes on in the daemon's process: once this returned, the connection ends, and one that is made
@@ -555,7 +576,19 @@ class Cache {
   virtual const CacheDescription& description() const = 0;  // as of OpenCache
   virtual absl::StatusOr<CacheDescription> Refresh() = 0;
 
-  virtual absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes) = 0;
+  virtual absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes,
+                                                         const MatchOptions& options) = 0;
+  absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes) {
+    return Match(prefixes, {});
+  }
+  /// Brings blocks of a prefix ahead of need, at most 65,536: from the disk into host memory and, of a cache on a GPU,
+  /// on to that GPU. Waits until all is there that has room; what has come when the deadline is over stays, and the
+  /// next call goes on. Nothing is pinned: they are the blocks that were used last, and Retain keeps them longer.
+  /// Returns what there is of the names then. Errors: INVALID_ARGUMENT (names); UNIMPLEMENTED by daemons of earlier
+  /// versions.
+  virtual absl::StatusOr<PrefixMatch> Prefetch(absl::Span<const BlockName> names) {
+    return absl::UnimplementedError("this client prefetches no blocks");
+  }
   /// How long these blocks are kept: published ones, in any order, at most 65,536. The last call for a block counts;
   /// publishing it again and using it change nothing. It is forgotten when the daemon ends. A block is of no use
   /// without its parents: retain them as well. What is nowhere is not counted, and no error. A name's `tokens` may be

@@ -226,12 +226,15 @@ class CacheImpl final : public Cache {
     });
   }
 
-  absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes) override {
+  using Cache::Match;
+  absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes,
+                                                 const MatchOptions& options) override {
     using Result = absl::StatusOr<std::vector<PrefixMatch>>;
     KV_RETURN_IF_ERROR(handle_.Usable());
     KV_ASSIGN_OR_RETURN(const uint64_t bytes, PrefixBytes(prefixes));
     auto request = handle_.cap().matchRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
     WritePrefixes(prefixes, request.initRequests(uint(prefixes.size())));
+    request.setPrefetch(options.prefetch);
     return handle_.connection().Call<Result>(std::move(request), [&](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
       const auto results = response.getResults();
@@ -282,6 +285,16 @@ class CacheImpl final : public Cache {
     auto request = handle_.cap().retainRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
     WriteRetention(names, options, request);
     return handle_.connection().Call<Result>(std::move(request), [](auto& response) { return ReadRetained(response); });
+  }
+
+  absl::StatusOr<PrefixMatch> Prefetch(absl::Span<const BlockName> names) override {
+    using Result = absl::StatusOr<PrefixMatch>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    const uint64_t bytes = kMessageOverheadBytes + names.size() * kBlockNameBytes;
+    KV_RETURN_IF_ERROR(CheckMessageBytes("names", bytes, handle_.connection().message_bytes_max()));
+    auto request = handle_.cap().prefetchRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+    ToWire(names, request.initNames(uint(names.size())));
+    return handle_.connection().Call<Result>(std::move(request), [](auto& response) { return ReadMatch(response); });
   }
 
   Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) override;

@@ -160,6 +160,12 @@ absl::StatusOr<DaemonDescription> FromWire(api::DaemonStatus::Reader wire) {
                              .unwritten_blocks = disk.getUnwrittenBlocks(),
                              .state = ToString(disk.getState())};
   }
+  if (const auto kept = wire.getKeptMemory(); kept.getStateDir().size() > 0) {
+    d.kept_memory = KeptMemoryDescription{.state_dir = ToString(kept.getStateDir()),
+                                          .state = ToString(kept.getState()),
+                                          .pid = kept.getPid(),
+                                          .unclaimed_blocks = kept.getUnclaimedBlocks()};
+  }
   d.connections = wire.getConnections();
   d.caches = wire.getCaches();
   d.threads = wire.getThreads();
@@ -303,6 +309,8 @@ Miss FromWire(api::MissReason wire) {
   return Miss::kNotFound;  // a reason of a newer daemon: a miss all the same
 }
 
-PrefixMatch FromWire(api::MatchResult::Reader wire) { return {int(wire.getHitBlocks()), FromWire(wire.getReason())}; }
+PrefixMatch FromWire(api::MatchResult::Reader wire) {
+  return {int(wire.getHitBlocks()), FromWire(wire.getReason()), int(wire.getInMemory())};
+}
 
 }  // namespace kvmanager::client

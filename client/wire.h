@@ -60,12 +60,18 @@ absl::StatusOr<RetainOutcome> ReadRetained(const Response& response) {
   KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
   return RetainOutcome{response.getBlocks(), response.getBytes()};
 }
+PrefixMatch FromWire(api::MatchResult::Reader wire);
+/// Of prefetch, of Cache or Admin.
+template <typename Response>
+absl::StatusOr<PrefixMatch> ReadMatch(const Response& response) {
+  KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+  return FromWire(response.getMatch());
+}
 /// INTERNAL: CheckListed.
 absl::StatusOr<Explanation> FromWire(api::Admin::ExplainResults::Reader wire);
 /// INTERNAL if a digest is not of 32 bytes; CheckListed.
 absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire);
 Miss FromWire(api::MissReason wire);
-PrefixMatch FromWire(api::MatchResult::Reader wire);
 
 std::string ToString(capnp::Text::Reader text);
 std::string ToString(capnp::Data::Reader data);

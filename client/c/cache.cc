@@ -30,8 +30,6 @@ std::vector<absl::Span<const BlockName>> PrefixesOf(const uint8_t* names, const 
   return spans;
 }
 
-kvm_match_result ResultOf(const PrefixMatch& match) { return {match.hit_blocks, int32_t(match.reason)}; }
-
 /// What a batch names must live as long as the batch.
 absl::Status ReadStep(const Session& session, const kvm_step& step, std::vector<StepEntry>* entries, StepBatch* batch) {
   if (step.q_dtype < 0 || step.q_dtype > 2) return InvalidField("q_dtype", step.q_dtype, "0..2");
@@ -134,11 +132,21 @@ int kvm_name_hashes(const uint8_t* digest, const uint8_t* hashes, const uint32_t
   });
 }
 
-int kvm_match(kvm_object* cache, const uint8_t* names, const uint32_t* blocks, uint32_t prefixes,
+int kvm_match(kvm_object* cache, const uint8_t* names, const uint32_t* blocks, uint32_t prefixes, int32_t prefetch,
               kvm_match_result* results) {
   return Ask(cache, [&](CacheObject& object) -> absl::Status {
-    KV_ASSIGN_OR_RETURN(const auto matches, object.handle->Match(PrefixesOf(names, blocks, prefixes)));
+    KV_ASSIGN_OR_RETURN(const auto matches,
+                        object.handle->Match(PrefixesOf(names, blocks, prefixes), {.prefetch = prefetch != 0}));
     for (size_t i = 0; i < matches.size(); ++i) results[i] = ResultOf(matches[i]);
+    return absl::OkStatus();
+  });
+}
+
+int kvm_prefetch(kvm_object* cache, const uint8_t* names, uint32_t blocks, kvm_match_result* result) {
+  return Ask(cache, [&](CacheObject& object) -> absl::Status {
+    KV_ASSIGN_OR_RETURN(const PrefixMatch match,
+                        object.handle->Prefetch({reinterpret_cast<const kvmanager::BlockName*>(names), blocks}));
+    *result = ResultOf(match);
     return absl::OkStatus();
   });
 }

@@ -125,6 +125,11 @@ int Ask(kvm_object* client, F f) {
   });
 }
 
+absl::Status CheckCacheId(int64_t cache_id) {
+  if (cache_id >= 0 && cache_id <= UINT32_MAX) return absl::OkStatus();
+  return kvmanager::InvalidField("cache_id", cache_id, absl::StrCat("0..", UINT32_MAX));
+}
+
 }  // namespace
 }  // namespace kvmanager::client::c
 
@@ -231,12 +236,22 @@ int kvm_explain(kvm_object* client, int64_t cache_id, const uint8_t* names, uint
   });
 }
 
+int kvm_prefetch_in_cache(kvm_object* client, int64_t cache_id, const uint8_t* names, uint32_t blocks,
+                          kvm_match_result* result) {
+  return Ask(client, [&](Client& handle) -> absl::Status {
+    KV_RETURN_IF_ERROR(CheckCacheId(cache_id));
+    KV_ASSIGN_OR_RETURN(const auto match,
+                        handle.Prefetch(static_cast<uint32_t>(cache_id),
+                                        {reinterpret_cast<const kvmanager::BlockName*>(names), blocks}));
+    *result = ResultOf(match);
+    return absl::OkStatus();
+  });
+}
+
 int kvm_retain_in_cache(kvm_object* client, int64_t cache_id, const uint8_t* names, uint32_t blocks, int32_t priority,
                         int64_t ttl_ms, uint64_t* values) {
   return Ask(client, [&](Client& handle) -> absl::Status {
-    if (cache_id < 0 || cache_id > UINT32_MAX) {
-      return kvmanager::InvalidField("cache_id", cache_id, absl::StrCat("0..", UINT32_MAX));
-    }
+    KV_RETURN_IF_ERROR(CheckCacheId(cache_id));
     KV_ASSIGN_OR_RETURN(
         const auto outcome,
         handle.Retain(static_cast<uint32_t>(cache_id), {reinterpret_cast<const kvmanager::BlockName*>(names), blocks},

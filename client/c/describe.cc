@@ -108,12 +108,20 @@ json Describe(const DaemonDescription& d) {
         {"path", d.disk->path},     {"capacity_bytes", d.disk->capacity_bytes},     {"used_bytes", d.disk->used_bytes},
         {"blocks", d.disk->blocks}, {"unwritten_blocks", d.disk->unwritten_blocks}, {"state", d.disk->state}};
   }
+  json kept;  // null: without --state-dir
+  if (d.kept_memory.has_value()) {
+    kept = {{"state_dir", d.kept_memory->state_dir},
+            {"state", d.kept_memory->state},
+            {"pid", d.kept_memory->pid},
+            {"unclaimed_blocks", d.kept_memory->unclaimed_blocks}};
+  }
   return {{"version", d.version},
           {"boot_epoch", d.boot_epoch},
           {"uptime_seconds", d.uptime_seconds},
           {"draining", d.draining},
           {"pools", std::move(pools)},
           {"disk", std::move(disk)},
+          {"kept_memory", std::move(kept)},
           {"connections", d.connections},
           {"caches", d.caches},
           {"threads", d.threads},

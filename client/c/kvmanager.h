@@ -28,9 +28,17 @@ extern "C" {
 #endif
 
 #define KVM_API __attribute__((visibility("default")))
-#define KVM_ABI 1 /* grows with every change that a caller built for an older one could not survive */
+#define KVM_ABI 2 /* grows with every change that a caller built for an older one could not survive */
 
 typedef struct kvm_object kvm_object;
+
+/* What a daemon has of a prefix. */
+typedef struct kvm_match_result {
+  int32_t hit_blocks;
+  int32_t reason;    /* 0 none, 1 not found, 2 token mismatch, 3 checksum */
+  int32_t in_memory; /* of hit_blocks, from the first on: in the cache's own memory */
+  int32_t reserved;
+} kvm_match_result;
 
 KVM_API uint32_t kvm_abi(void);
 /* Valid until this thread's next call. Never NULL. */
@@ -62,6 +70,9 @@ KVM_API int kvm_explain(kvm_object* client, int64_t cache_id, const uint8_t* nam
 /* kvm_retain of any tenant's cache, with this id. */
 KVM_API int kvm_retain_in_cache(kvm_object* client, int64_t cache_id, const uint8_t* names, uint32_t blocks,
                                 int32_t priority, int64_t ttl_ms, uint64_t* values);
+/* kvm_prefetch of any tenant's cache, with this id. */
+KVM_API int kvm_prefetch_in_cache(kvm_object* client, int64_t cache_id, const uint8_t* names, uint32_t blocks,
+                                  kvm_match_result* result);
 KVM_API int kvm_drain(kvm_object* client, int on);
 KVM_API int kvm_purge(kvm_object* client, int64_t cache_id, uint64_t* blocks); /* cache_id: -1: all */
 
@@ -94,13 +105,12 @@ KVM_API int kvm_name_blocks(const uint8_t* digest, const uint32_t* ids, uint64_t
 KVM_API int kvm_name_hashes(const uint8_t* digest, const uint8_t* hashes, const uint32_t* sizes, uint32_t count,
                             uint8_t* names);
 
-typedef struct kvm_match_result {
-  int32_t hit_blocks;
-  int32_t reason; /* 0 none, 1 not found, 2 token mismatch, 3 checksum */
-} kvm_match_result;
-/* names: those of all prefixes behind one another; blocks: [prefixes]. */
+/* names: those of all prefixes behind one another; blocks: [prefixes]. prefetch: not 0: what only the disk has of the
+ * hits begins to come to host memory (client/client.h, MatchOptions). */
 KVM_API int kvm_match(kvm_object* cache, const uint8_t* names, const uint32_t* blocks, uint32_t prefixes,
-                      kvm_match_result* results);
+                      int32_t prefetch, kvm_match_result* results);
+/* Brings blocks of a prefix ahead of need, and waits for them (client/client.h, Cache::Prefetch). */
+KVM_API int kvm_prefetch(kvm_object* cache, const uint8_t* names, uint32_t blocks, kvm_match_result* result);
 
 /* How long published blocks are kept when memory is short (client/client.h, RetentionOptions). names: [blocks][64] as
  * of kvm_name_blocks, in any order. priority: 0..100; 50: as the daemon's eviction decides. ttl_ms: 0..315360000000; 0:

@@ -281,4 +281,8 @@ kvm_object* NewPending(const kvm_object& of, Pending<absl::StatusOr<T>> pending,
   return new PendingOf<T, Finish>(of.session, std::move(pending), std::move(finish));
 }
 
+inline kvm_match_result ResultOf(const PrefixMatch& match) {
+  return {match.hit_blocks, static_cast<int32_t>(match.reason), match.in_memory, 0};
+}
+
 }  // namespace kvmanager::client::c

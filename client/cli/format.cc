@@ -126,6 +126,13 @@ std::string FormatStatus(const DaemonDescription& d) {
                    : absl::StrCat(d.disk->path, ": ", FormatBytes(d.disk->used_bytes), " of ",
                                   FormatBytes(d.disk->capacity_bytes), ", ", d.disk->blocks, " blocks, ",
                                   d.disk->unwritten_blocks, " to be written; ", d.disk->state));
+  if (const auto& kept = d.kept_memory; kept.has_value()) {
+    line("memory kept", absl::StrCat(kept->state_dir, ": ", kept->state,
+                                     kept->pid == 0 ? "" : absl::StrCat(" (process ", kept->pid, ")"), "; ",
+                                     kept->unclaimed_blocks, " blocks of an earlier daemon wait for their cache"));
+  } else {
+    line("memory kept", OrNone(""));
+  }
   line("waiting hand-offs", absl::StrCat(d.waiting_hand_offs));
   line("published blocks", absl::StrCat(d.published_blocks));
   std::vector<std::vector<std::string>> rows;
@@ -232,12 +239,20 @@ json ToJson(const DaemonDescription& d) {
             {"unwritten_blocks", d.disk->unwritten_blocks},
             {"state", Utf8(d.disk->state)}};
   }
+  json kept;  // null: without --state-dir
+  if (d.kept_memory.has_value()) {
+    kept = {{"state_dir", Utf8(d.kept_memory->state_dir)},
+            {"state", Utf8(d.kept_memory->state)},
+            {"pid", d.kept_memory->pid},
+            {"unclaimed_blocks", d.kept_memory->unclaimed_blocks}};
+  }
   return {{"version", Utf8(d.version)},
           {"boot_epoch", Hex(d.boot_epoch)},
           {"uptime_seconds", d.uptime_seconds},
           {"draining", d.draining},
           {"pools", pools},
           {"disk", disk},
+          {"kept_memory", kept},
           {"connections", d.connections},
           {"caches", d.caches},
           {"threads", d.threads},

@@ -1,6 +1,8 @@
 // kvctl: looks at a running kvmanagerd, drains it, purges and retains what it has published; trains calibration
 // artifacts, writes captures and tunes policies; explains how K and V are best reloaded; replays traces through
 // eviction policies.
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -19,6 +21,7 @@
 #include "client/cli/explain.h"
 #include "client/cli/format.h"
 #include "client/cli/measured_plan.h"
+#include "client/cli/prefetch.h"
 #include "client/cli/retain.h"
 #include "client/cli/top.h"
 #include "client/cli/upgrade.h"
@@ -53,6 +56,8 @@ struct Arguments {
   std::string plan_cache, plan_peer;
   std::string explain_cache;
   PromptArguments explain;
+  std::string prefetch_cache;
+  PromptArguments prefetch;
   std::string retain_cache;
   RetainArguments retain;
   UpgradeArguments upgrade;
@@ -268,6 +273,16 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(0.0, kTtlSMax))
       ->capture_default_str();
   retain->add_option("--blocks", arguments.retain.blocks, "FIRST..LAST of these, from 0 on (default: all)");
+  auto* prefetch = app.add_subcommand("prefetch",
+                                      "Bring the blocks of a prompt into memory before a request needs them\n\n"
+                                      "  kvctl prefetch --cache 3 --tokens PROMPT.json\n\n"
+                                      "From the disk into host memory and, of a cache on a GPU, on to that GPU, as far "
+                                      "as there is room. They are then\n"
+                                      "the blocks that were used last; `kvctl retain` keeps them longer than others.");
+  prefetch->add_option("--cache", arguments.prefetch_cache, "of this cache: an id that `kvctl caches` shows")
+      ->required();
+  prefetch->add_option("--tokens", arguments.prefetch.tokens, "a file with the prompt's token ids: a list in JSON")
+      ->required();
   auto* drain = app.add_subcommand(
       "drain", "Take in no new sequences, forks or hand-offs; those that exist go on and can be claimed");
   drain->add_flag("--off", arguments.drain_off, "serve again");
@@ -356,6 +371,14 @@ int Main(int argc, char** argv) {
     }
     if (id > 0) arguments.explain.cache = id;
   }
+  if (prefetch->parsed()) {
+    uint32_t id = 0;
+    if (!absl::SimpleAtoi(arguments.prefetch_cache, &id) || id == 0) {
+      return misused(
+          absl::StrCat("--cache is ", arguments.prefetch_cache, ", must be an id that `kvctl caches` shows"));
+    }
+    arguments.prefetch.cache = id;
+  }
   if (retain->parsed()) {
     const PromptArguments& prompt = arguments.retain.prompt;
     if (prompt.tokens.empty() && prompt.keys.empty()) return misused("retain wants --tokens FILE, or --keys");
@@ -404,6 +427,14 @@ int Main(int argc, char** argv) {
   if (peers->parsed()) return Show((*client)->Peers(arguments.peers), arguments, FormatPeers);
   if (limits->parsed()) return Show((*client)->Limits(), arguments, FormatLimits);
   if (explain->parsed()) return Show(Explain(**client, arguments.explain), arguments, FormatExplained);
+  if (prefetch->parsed()) {
+    const bool shows = isatty(STDERR_FILENO) == 1;
+    const auto prefetched = Prefetch(**client, arguments.prefetch, [shows](size_t done, size_t of) {
+      if (shows) std::cerr << "\rprefetching: " << done << " of " << of << " blocks" << std::flush;
+    });
+    if (shows) std::cerr << "\r\033[K";
+    return Show(prefetched, arguments, FormatPrefetched);
+  }
   if (retain->parsed()) return Show(Retain(**client, arguments.retain), arguments, FormatRetained);
   if (upgrade->parsed()) {
     return Show(Upgrade(*std::move(client), Where(arguments), options, arguments.upgrade), arguments, FormatUpgraded);

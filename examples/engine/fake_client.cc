@@ -144,7 +144,8 @@ class FakeCache final : public client::Cache {
     CacheDescription now = description_;
     return now;
   }
-  absl::StatusOr<std::vector<client::PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>>) override {
+  absl::StatusOr<std::vector<client::PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>>,
+                                                         const client::MatchOptions&) override {
     return Absent("match");
   }
 

@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 19;
+const apiMinor :UInt16 = 20;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -92,6 +92,9 @@ enum MissReason { none @0; notFound @1; tokenMismatch @2; checksum @3; incomplet
 struct MatchResult {
   hitBlocks @0 :UInt32;     # consecutive, from the first
   reason @1 :MissReason;    # of the first block that was no hit
+  inMemory @2 :UInt32;
+  # Of hitBlocks, from the first on: in the cache's own memory; the next one is in another memory or on the disk. 0: a daemon before
+  # schema 1.20.
 }
 
 struct Tensor {
@@ -388,7 +391,9 @@ struct DeviceCopy {
 
 interface Cache {
   info @0 () -> (info :CacheInfo, error :Status);
-  match @1 (requests :List(SequenceRequest)) -> (status :Status, results :List(MatchResult));
+  match @1 (requests :List(SequenceRequest), prefetch :Bool) -> (status :Status, results :List(MatchResult));
+  # prefetch: what only the disk has of the hits begins to come to host memory; the answer does not wait for it. It goes on behind
+  # what calls wait for, as far as there is room, until the connection ends. Feature "prefetch".
   createSequences @2 (requests :List(SequenceRequest)) -> (replies :List(SequenceReply));
   step @3 (request :StepRequest) -> (reply :StepReply);
   claim @4 (ticket :Data) -> (reply :SequenceReply, tokens :UInt64, blob :Data);
@@ -429,6 +434,11 @@ interface Cache {
   # no process maps within 10 s are taken back. FAILED_PRECONDITION: none is to be mapped. Feature "map-blocks"; Unix sockets only.
   mapSlab @13 (slab :UInt32) -> (status :Status, slab :Slab, bytes :UInt64);
   # As BlocksLease.mapSlab, one of bindSlabs.
+  prefetch @14 (names :List(BlockName)) -> (status :Status, match :MatchResult);
+  # Brings blocks of a prefix ahead of need, at most 65536, names[0] the first of its sequence: from the disk into host memory and, of
+  # a cache on a GPU, on to that GPU. Answered once all is there that has room; a call that is given up leaves what has come. Nothing
+  # is pinned then: they are the blocks that were used last (retain keeps them longer). match: of the names, once it is done.
+  # Feature "prefetch".
 }
 
 struct ProjectionFacts {
@@ -506,6 +516,14 @@ struct DiskStatus {
   state @5 :Text;               # "ready", "reading its index", or what is wrong
 }
 
+struct KeptMemory {
+  # Host memory that outlives the daemon.
+  stateDir @0 :Text;
+  state @1 :Text;              # for people: who keeps it, or why nobody does
+  pid @2 :UInt32;              # of the process that keeps it; 0: nobody does
+  unclaimedBlocks @3 :UInt64;  # of an earlier daemon: found so far, and taken by no cache yet
+}
+
 struct DaemonStatus {
   version @0 :Text;
   bootEpoch @1 :UInt64;
@@ -529,6 +547,7 @@ struct DaemonStatus {
   ucx @19 :Text;                # whether pages go to and from peers through UCX: its version, or why not
   httpListen @20 :Text;         # the page for people; empty: none
   disk @21 :DiskStatus;
+  keptMemory @22 :KeptMemory;   # null: without --state-dir
 }
 
 struct PeerStatus {
@@ -655,6 +674,8 @@ interface Admin {
   # that went, of which the daemon knows how, at most rememberedMax; rememberedSeconds: how far back that goes. Feature "explain"
   retain @11 (cacheId :UInt32, names :List(BlockName), priority :UInt8 = 50, ttlMs :UInt64)
       -> (status :Status, blocks :UInt32, bytes :UInt64);  # Cache's, of any tenant's cache. Feature "retain"
+  prefetch @13 (cacheId :UInt32, names :List(BlockName)) -> (status :Status, match :MatchResult);
+  # Cache's, of any tenant's cache. Feature "prefetch"
   upgrade @12 (program :Text, cold :Bool) -> (status :Status);
   # Another program goes on in this process, with this one's flags, listening sockets and, with --state-dir, host memory. program: an
   # absolute path; empty: the path that this one was started by. The reply comes before: once the program was tried and takes the flags.

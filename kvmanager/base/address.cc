@@ -59,4 +59,8 @@ absl::StatusOr<ListenAddress> ParseListenAddress(absl::string_view field, absl::
   return InvalidField(field, text, "unix:PATH or tcp:HOST:PORT");
 }
 
+std::string WithPort(absl::string_view address, uint16_t port) {
+  return absl::StrCat(address.substr(0, address.rfind(':') + 1), port);
+}
+
 }  // namespace kvmanager

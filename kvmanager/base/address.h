@@ -26,4 +26,7 @@ struct ListenAddress {
 /// "unix:PATH" or "tcp:HOST:PORT". Errors: INVALID_ARGUMENT naming `field`.
 absl::StatusOr<ListenAddress> ParseListenAddress(absl::string_view field, absl::string_view text);
 
+/// An address that ends with ":PORT", with this port: of what listens on a port that the kernel chose.
+std::string WithPort(absl::string_view address, uint16_t port);
+
 }  // namespace kvmanager

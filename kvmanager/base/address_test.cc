@@ -27,6 +27,11 @@ TEST(AddressTest, HostsAndPorts) {
   }
 }
 
+TEST(AddressTest, WithTheKernelsPort) {
+  EXPECT_EQ(WithPort("127.0.0.1:0", 9464), "127.0.0.1:9464");
+  EXPECT_EQ(WithPort("tcp:[::1]:0", 65535), "tcp:[::1]:65535");
+}
+
 TEST(AddressTest, Loopback) {
   for (const char* const host : {"127.0.0.1", "127.255.255.254", "::1", "0:0:0:0:0:0:0:1", "localhost"}) {
     EXPECT_TRUE(IsLoopback(host)) << host;

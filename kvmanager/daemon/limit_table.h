@@ -31,12 +31,13 @@ struct LimitUse {
   uint64_t user_connections = 0, host_connections = 0, user_arena_bytes = 0;
   uint64_t process_connections = 0;
   uint64_t connection_sequences = 0, connection_request_bytes = 0, connection_reply_bytes = 0;
-  uint64_t connection_block_leases = 0, connection_mapped_pages = 0;
+  uint64_t connection_block_leases = 0, connection_mapped_pages = 0, connection_prefetch_names = 0;
   uint64_t connection_caches = 0, connection_arenas = 0, connection_arena_bytes = 0;
 };
 
 /// The table, for these options. use: nullptr: without. Any thread.
 std::vector<Limit> ListLimits(const Options& options, const LimitUse* use);
+inline std::vector<Limit> ListLimits(const Options& options, const LimitUse& use) { return ListLimits(options, &use); }
 
 /// "4096", "10000 ms", "64KiB": as options are written; "as set" where an option says it and was not given.
 std::string LimitText(const Limit& limit);

@@ -60,6 +60,7 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   use.connection_caches = session.caches;
   use.connection_block_leases = session.block_leases;
   use.connection_mapped_pages = session.mapped_pages;
+  use.connection_prefetch_names = session.prefetch_names;
   use.connection_arenas = session.arenas;
   use.connection_arena_bytes = session.arena_bytes;
   return use;

@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "codecs/builtin.h"
 #include "codecs/cpu_isa.h"
 #include "codecs/registry.h"
+#include "kvmanager/base/address.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/event_loop.h"
 #include "kvmanager/base/message_queue.h"
@@ -103,7 +103,7 @@ class ServerImpl final : public Server {
     KV_RETURN_IF_ERROR(access_.ReadFiles());
     calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
     registry_.SetCalibrations(calibrations_.get());
-    KV_RETURN_IF_ERROR(memory_.Open(options_, &clock_));
+    KV_RETURN_IF_ERROR(memory_.Open(options_, &clock_, &metrics_.memory));
     facts_.gpus = DeviceSummary();
     spdlog::info("GPUs: {}", facts_.gpus);
     KV_RETURN_IF_ERROR(devices_.Open(memory_.pool()));
@@ -159,6 +159,7 @@ class ServerImpl final : public Server {
     KV_RETURN_IF_ERROR(access_.Open(store_.get(), &facts_));
     KV_ASSIGN_OR_RETURN(ucx_, OpenUcx(options_, *memory_.pool()));
     facts_.ucx = [this] { return DescribeUcx(ucx_.get()); };
+    facts_.kept_memory = [this] { return memory_.Describe(); };
     facts_.disk = [this] { return DescribeDisk(disk_.get(), options_.disk_path, *store_); };
     if (ucx_ != nullptr) spdlog::info("peers with the same key: {}", facts_.ucx());
     TcpTransport::Options transport;
@@ -187,8 +188,7 @@ class ServerImpl final : public Server {
       KV_ASSIGN_OR_RETURN(exporter_,
                           Exporter::Start(options_.metrics_listen, &metrics_.all, options_.http_hosts,
                                           FindHanded(options_.sockets, kMetricsListen, options_.metrics_listen)));
-      const size_t colon = options_.metrics_listen.rfind(':');
-      facts_.metrics_listen = absl::StrCat(options_.metrics_listen.substr(0, colon + 1), exporter_->port());
+      facts_.metrics_listen = WithPort(options_.metrics_listen, exporter_->port());
     }
     return OpenPage();
   }
@@ -216,8 +216,7 @@ class ServerImpl final : public Server {
       Connections connections({&loop, &metrics_.connections, &running.session, &running.daemon, access_.tls()},
                               access_.sockets());
       facts_.limits = [this, holders = running.Holders(*this, &connections)] {
-        const LimitUse use = MeasureLimits(holders);
-        return ListLimits(options_, &use);
+        return ListLimits(options_, MeasureLimits(holders));
       };
       loop.Run([this] { return end_.Over(); });
       successor_.program = end_.successor();
@@ -332,7 +331,8 @@ class ServerImpl final : public Server {
                       .device_calls = &device_calls,
                       .reads = &reads,
                       .block_calls = &block_calls,
-                      .matches = {&of.clock_, &of.metrics_.matches}};
+                      .matches = {&of.clock_, &of.metrics_.matches},
+                      .prefetch = {of.store_.get(), &arrivals, of.workers_.get(), &of.queue_, &long_calls}};
       daemon.cache.sequence = {.store = of.store_.get(),
                                .loop = &loop,
                                .workers = of.workers_.get(),
@@ -361,6 +361,7 @@ class ServerImpl final : public Server {
           .all_metrics = &of.metrics_.all,
           .connections = &of.metrics_.connections,
           .peers_allowed = &of.options_.hand_off_peers,
+          .prefetch = daemon.cache.prefetch,
           .upgrade = [end = &of.end_](const std::string& program, bool cold) { return end->Upgrade(program, cold); }};
       of.store_->long_calls().OnLeftovers([this] { disposals.NoteLeft(); });
     }
@@ -407,8 +408,7 @@ class ServerImpl final : public Server {
     KV_ASSIGN_OR_RETURN(
         page_, WebPage::Start(options_.http_listen, &metrics_.all, &errors_, &clock_, std::move(facts),
                               options_.http_hosts, FindHanded(options_.sockets, kHttpListen, options_.http_listen)));
-    const size_t colon = options_.http_listen.rfind(':');
-    facts_.http_listen = absl::StrCat(options_.http_listen.substr(0, colon + 1), page_->port());
+    facts_.http_listen = WithPort(options_.http_listen, page_->port());
     return absl::OkStatus();
   }
 

@@ -10,6 +10,7 @@
 #include "kvmanager/handoff/peer_choice.h"
 #include "kvmanager/rpc/explain_call.h"
 #include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/prefetch_call.h"
 #include "kvmanager/rpc/retain_call.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
@@ -59,6 +60,13 @@ class AdminService final : public api::Admin::Server {
         of.setBlocks(disk->blocks);
         of.setUnwrittenBlocks(disk->unwritten_blocks);
         of.setState(TextOf(disk->state));
+      }
+      if (const std::optional<KeptMemoryFacts> kept = facts.kept_memory(); kept.has_value()) {
+        auto of = out.initKeptMemory();
+        of.setStateDir(TextOf(kept->state_dir));
+        of.setState(TextOf(kept->state));
+        of.setPid(kept->pid);
+        of.setUnclaimedBlocks(parts_.store->report().Use().unclaimed_blocks);
       }
       out.setGpus(TextOf(facts.gpus));
       out.setUcx(TextOf(facts.ucx()));
@@ -238,6 +246,13 @@ class AdminService final : public api::Admin::Server {
       const CacheId cache = context.getParams().getCacheId();
       return Retain(session_, parts_.long_calls, WorkerPool::kDaemon, &parts_.store->caches(), cache, context)
           .attach(thisCap());
+    });
+  }
+
+  kj::Promise<void> prefetch(PrefetchContext context) override {
+    return Serve(*session_, Method::kPrefetch, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const CacheId cache = context.getParams().getCacheId();
+      return Prefetch(session_, parts_.prefetch, WorkerPool::kDaemon, cache, context).attach(thisCap());
     });
   }
 

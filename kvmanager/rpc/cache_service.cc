@@ -12,6 +12,7 @@
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/load_blocks.h"
 #include "kvmanager/rpc/output_factors.h"
+#include "kvmanager/rpc/prefetch_call.h"
 #include "kvmanager/rpc/retain_call.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
@@ -44,14 +45,10 @@ class CacheService final : public api::Cache::Server {
       const auto requests = context.getParams().getRequests();
       KV_RETURN_IF_ERROR(CheckRequests(requests.size()));
       KV_RETURN_IF_ERROR(EnsureOpen());
-      auto call = std::make_shared<MatchCall>(&store().caches(), parts_.matches, id(), requests);
-      return InTurns(session_, Method::kMatch, parts_.sequence.long_calls, bound_->cache.owner,
-                     [call] { return call->DoPiece(); })
-          .then([this, call, context]() mutable {
-            if (!call->status().ok()) return ServeError(*session_, Method::kMatch, call->status(), context);
-            auto results = context.getResults().initResults(call->found().size());
-            for (uint32_t i = 0; i < results.size(); ++i) WriteMatch(call->found()[i], results[i]);
-          })
+      auto call = std::make_shared<MatchCall>(
+          &store().caches(), parts_.matches, id(), requests,
+          PrefetchingOf(session_, parts_.prefetch, bound_, context.getParams().getPrefetch()));
+      return Match(session_, parts_.sequence.long_calls, bound_->cache.owner, std::move(call), context)
           .attach(thisCap());
     });
   }
@@ -133,6 +130,13 @@ class CacheService final : public api::Cache::Server {
     return ServeBlocks(Method::kMapBlocks, context, &BlockCalls::MapSlab);
   }
 
+  kj::Promise<void> prefetch(PrefetchContext context) override {
+    return Serve(*session_, Method::kPrefetch, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      return Prefetch(session_, parts_.prefetch, bound_->cache.owner, id(), context).attach(thisCap());
+    });
+  }
+
   kj::Promise<void> retain(RetainContext context) override {
     return Serve(*session_, Method::kRetain, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(EnsureOpen());
@@ -180,7 +184,11 @@ class CacheService final : public api::Cache::Server {
                           session_->messages().ReserveReply(SessionMessages::BytesToReserve(bytes)));
       return room
           .then([this, layer, context](MessageShare::Charge charge) mutable {
-            return MakeFactors(static_cast<int>(layer))
+            return OnWorker<absl::StatusOr<AlignedBuffer>>(
+                       WorkersOf(*bound_->cache.codec, parts_.sequence.workers), queue(), bound_->cache.owner,
+                       [codec = bound_->cache.codec, layout = config().layout, layer] {
+                         return MakeOutputFactors(*codec, layout, static_cast<int>(layer));
+                       })
                 .then([this, context, charge = std::move(charge)](absl::StatusOr<AlignedBuffer> factors) mutable {
                   if (!factors.ok()) return ServeError(*session_, Method::kOutputFactors, factors.status(), context);
                   auto results = context.getResults(capnp::MessageSize{kReplyWords, 0});
@@ -381,7 +389,7 @@ class CacheService final : public api::Cache::Server {
     auto reply = results.initReply();
     reply.setSequence(kj::mv(sequence));
     reply.setSequenceId(claimed.sequence);
-    reply.initMatch().setHitBlocks(info.hit_blocks);
+    WriteHits({.hit_blocks = static_cast<int>(info.hit_blocks)}, reply.initMatch());
     results.setTokens(claimed.tokens);
     results.setBlob(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(claimed.blob.data()), claimed.blob.size()));
     return absl::OkStatus();
@@ -430,14 +438,6 @@ class CacheService final : public api::Cache::Server {
                         absl::StrCat("1..", limits::kSequenceRequestsMax, " long"));
   }
 
-  kj::Promise<absl::StatusOr<AlignedBuffer>> MakeFactors(int layer) {
-    return OnWorker<absl::StatusOr<AlignedBuffer>>(WorkersOf(*bound_->cache.codec, parts_.sequence.workers), queue(),
-                                                   bound_->cache.owner,
-                                                   [codec = bound_->cache.codec, layout = config().layout, layer] {
-                                                     return MakeOutputFactors(*codec, layout, layer);
-                                                   });
-  }
-
   // With the blocks that a lower tier has besides. Nothing: the reply is written.
   std::optional<kj::Promise<void>> FetchOrCreate(const std::vector<BlockName>& prefix, uint64_t prompt_tokens,
                                                  api::SequenceReply::Builder reply) {
@@ -477,7 +477,7 @@ class CacheService final : public api::Cache::Server {
     }
     reply.setSequence(MakeSequenceService(session_, parts_.sequence, created->sequence, bound_));
     reply.setSequenceId(created->sequence);
-    WriteMatch(created->match, reply.initMatch());
+    WriteHits(created->match, reply.initMatch());
   }
 
   const std::shared_ptr<Session> session_;

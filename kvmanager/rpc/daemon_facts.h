@@ -24,6 +24,12 @@ struct DiskFacts {
   std::string state;
 };
 
+/// Who keeps the memory of --state-dir, as api::KeptMemory says it.
+struct KeptMemoryFacts {
+  std::string state_dir, state;
+  uint32_t pid = 0;  // 0: nobody does
+};
+
 struct DaemonFacts {
   std::string version;
   uint64_t boot_epoch = 0;
@@ -33,6 +39,7 @@ struct DaemonFacts {
   std::string gpus;                                              // what GPUs this process sees, or why none
   std::function<std::string()> ucx;                              // whether pages go through UCX, or why not
   std::function<std::optional<DiskFacts>()> disk;                // nothing: there is none; the loop's thread
+  std::function<std::optional<KeptMemoryFacts>()> kept_memory;   // nothing: without --state-dir; the loop's thread
   std::function<std::vector<Limit>()> limits;                    // every one, with its use now; the loop's thread
   bool busy_polls = false;
 };

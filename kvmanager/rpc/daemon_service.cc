@@ -317,7 +317,7 @@ class DaemonService final : public api::Daemon::Server {
     std::vector<const char*> names = {"inline",        "hand-off",    "hand-off-stream", "output-factors",
                                       "prompt-tokens", "choose-peer", "recompute",       "read",
                                       "metrics-text",  "tokens",      "limits",          "blocks",
-                                      "explain",       "retain",      "upgrade"};
+                                      "explain",       "retain",      "upgrade",         "prefetch"};
     if (parts_.cache.block_calls->MayMap(*session_)) names.push_back("map-blocks");
     if (!session_->proof().admin) names.push_back("admin-socket");
     if (session_->proof().unix_socket) names.push_back("arena");

@@ -99,7 +99,7 @@ absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_vi
     KV_CHECK(getsockname(result->fd_, reinterpret_cast<sockaddr*>(&bound), &bound_bytes) == 0);
     const in_port_t port = bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(bound).sin6_port
                                                        : reinterpret_cast<const sockaddr_in&>(bound).sin_port;
-    result->address_ = absl::StrCat(address.substr(0, address.rfind(':') + 1), ntohs(port));
+    result->address_ = WithPort(address, ntohs(port));
   }
   if (listen(result->fd_, kBacklog) != 0) return cannot(std::strerror(errno));
   return result;

@@ -6,13 +6,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/rpc_metrics.h"
-#include "kvmanager/rpc/wire.h"
+#include "kvmanager/rpc/serve.h"
 #include "kvmanager/store/cache_directory.h"
 
 namespace kvmanager {
@@ -33,9 +34,18 @@ struct MatchTimes {
 
 class MatchCall {
  public:
-  /// caches: outlives it. requests: of a message that stays.
-  MatchCall(CacheDirectory* caches, const MatchTimes& times, CacheId cache, PrefixRequests requests)
-      : caches_(caches), times_(times), start_ns_(times.clock->NowNs()), cache_(cache), requests_(requests) {}
+  using OnHits = absl::AnyInvocable<void(const std::vector<BlockName>& hits)>;
+
+  /// caches: outlives it. requests: of a message that stays. on_elsewhere: is called with the hits of each request that
+  /// are not all in the cache's own memory; nullptr: nothing is.
+  MatchCall(CacheDirectory* caches, const MatchTimes& times, CacheId cache, PrefixRequests requests,
+            OnHits on_elsewhere)
+      : caches_(caches),
+        times_(times),
+        start_ns_(times.clock->NowNs()),
+        cache_(cache),
+        requests_(requests),
+        on_elsewhere_(std::move(on_elsewhere)) {}
 
   /// Reads a part of a prefix, or looks for one. False: that was the last piece.
   bool DoPiece() {
@@ -50,8 +60,10 @@ class MatchCall {
       match_ = *std::move(match);
     }
     if (match_->DoPiece()) return true;
-    const absl::StatusOr<MatchResult> result = std::exchange(match_, nullptr)->result();
+    const std::unique_ptr<PrefixMatch> match = std::exchange(match_, nullptr);
+    const absl::StatusOr<MatchResult> result = match->result();
     if (status_ = result.status(); !status_.ok()) return false;
+    if (on_elsewhere_ != nullptr && result->in_memory < result->hit_blocks) on_elsewhere_(match->TakeHits());
     found_.push_back(*result);
     if (found_.size() == requests_.size()) {
       times_.metrics->seconds.Observe(static_cast<double>(times_.clock->NowNs() - start_ns_) * 1e-9);
@@ -70,10 +82,23 @@ class MatchCall {
   const int64_t start_ns_;
   const CacheId cache_;
   const PrefixRequests requests_;
+  OnHits on_elsewhere_;
   std::unique_ptr<BlockNamesReader> reader_;  // of the next request
   std::unique_ptr<PrefixMatch> match_;        // of the next request
   std::vector<MatchResult> found_;            // of those before
   absl::Status status_;
 };
+
+/// Does and answers a call.
+template <typename Context>
+kj::Promise<void> Match(std::shared_ptr<Session> session, TakingTurns* turns, WorkerPool::Owner owner,
+                        std::shared_ptr<MatchCall> call, Context context) {
+  return InTurns(session, Method::kMatch, turns, owner, [call] { return call->DoPiece(); })
+      .then([session, call, context]() mutable {
+        if (!call->status().ok()) return ServeError(*session, Method::kMatch, call->status(), context);
+        auto results = context.getResults().initResults(static_cast<uint32_t>(call->found().size()));
+        for (uint32_t i = 0; i < results.size(); ++i) WriteMatch(call->found()[i], results[i]);
+      });
+}
 
 }  // namespace kvmanager

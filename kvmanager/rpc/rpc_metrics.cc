@@ -21,15 +21,15 @@ std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
 
 const char* MethodName(Method method) {
   static constexpr const char* kNames[kMethods] = {
-      "hello",     "openCache",      "createArena",   "openDevice",   "createDeviceArena",
-      "admin",     "ping",           "info",          "match",        "createSequences",
-      "step",      "claim",          "outputFactors", "extend",       "openProjections",
-      "read",      "readBlocks",     "writeBlocks",   "retain",       "releaseBlocks",
-      "mapBlocks", "setProjections", "fork",          "crop",         "publish",
-      "handOff",   "beginHandOff",   "finishHandOff", "sequenceInfo", "copy",
-      "mapSlab",   "status",         "caches",        "sequences",    "peers",
-      "drain",     "undrain",        "purge",         "recompute",    "metrics",
-      "limits",    "explain",        "upgrade",
+      "hello",         "openCache",  "createArena",    "openDevice",    "createDeviceArena",
+      "admin",         "ping",       "info",           "match",         "createSequences",
+      "step",          "claim",      "outputFactors",  "extend",        "openProjections",
+      "read",          "readBlocks", "writeBlocks",    "retain",        "prefetch",
+      "releaseBlocks", "mapBlocks",  "setProjections", "fork",          "crop",
+      "publish",       "handOff",    "beginHandOff",   "finishHandOff", "sequenceInfo",
+      "copy",          "mapSlab",    "status",         "caches",        "sequences",
+      "peers",         "drain",      "undrain",        "purge",         "recompute",
+      "metrics",       "limits",     "explain",        "upgrade",
   };
   return kNames[static_cast<int>(method)];
 }

@@ -30,7 +30,8 @@ enum class Method : int {
   kRead,
   kReadBlocks,
   kWriteBlocks,
-  kRetain,  // Cache, Admin
+  kRetain,
+  kPrefetch,  // Cache, Admin
   kReleaseBlocks,
   kMapBlocks,  // BlocksLease
   kSetProjections,

@@ -38,6 +38,7 @@
 #include "kvmanager/rpc/disposals.h"
 #include "kvmanager/rpc/match_call.h"
 #include "kvmanager/rpc/memory_calls.h"
+#include "kvmanager/rpc/prefetch_call.h"
 #include "kvmanager/rpc/principals.h"
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
@@ -71,6 +72,7 @@ struct CacheParts {
   const Reads* reads = nullptr;
   const BlockCalls* block_calls = nullptr;
   MatchTimes matches;
+  PrefetchParts prefetch;
   SequenceParts sequence;  // of its sequences
 };
 
@@ -92,6 +94,7 @@ struct AdminParts {
   const Metrics* all_metrics = nullptr;
   const ConnectionMetrics* connections = nullptr;
   const std::vector<std::string>* peers_allowed = nullptr;  // CheckPeersAllowed's
+  PrefetchParts prefetch;
   /// Admin's: resolves before the daemon ends for it.
   std::function<kj::Promise<absl::Status>(const std::string& program, bool cold)> upgrade;
 };

@@ -97,8 +97,17 @@ absl::StatusOr<std::shared_ptr<const void>> ReserveMappedPages(const std::shared
                  "pages under leases on blocks of this connection");
 }
 
+absl::StatusOr<std::shared_ptr<const void>> ReservePrefetch(const std::shared_ptr<Session>& session, uint64_t names) {
+  return Reserve(session, &session->use_->prefetch_names, names, limits::kPrefetchNamesMax,
+                 "names that are prefetched for this connection");
+}
+
 absl::StatusOr<std::shared_ptr<const void>> ReserveSlab(const std::shared_ptr<Session>& session) {
   return Reserve(session, &session->slabs_, 1, limits::kSlabsHeldMax, "descriptors of slabs of this connection");
+}
+
+void GoOnWith(Session& session, kj::Promise<void> work) {
+  if (session.background_ != nullptr) session.background_->add(kj::mv(work));
 }
 
 uint32_t Session::AddArena(std::shared_ptr<Region> region) {

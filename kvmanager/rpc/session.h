@@ -3,6 +3,8 @@
 // Shared by the connection, its capabilities and its running calls, whichever lives longest; the loop's thread alone.
 #pragma once
 
+#include <kj/async.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -69,6 +71,7 @@ class Session {
   void Detach() {
     cut_off_ = nullptr;
     messages_.Detach();
+    background_ = nullptr;
   }
 
   bool handshake_done() const { return handshake_done_; }
@@ -139,7 +142,14 @@ class Session {
   friend absl::StatusOr<std::shared_ptr<const void>> ReserveMappedPages(const std::shared_ptr<Session>& session,
                                                                         uint64_t pages);
   friend absl::StatusOr<std::shared_ptr<const void>> ReserveSlab(const std::shared_ptr<Session>& session);
+  friend absl::StatusOr<std::shared_ptr<const void>> ReservePrefetch(const std::shared_ptr<Session>& session,
+                                                                     uint64_t names);
 
+  friend void GoOnWith(Session& session, kj::Promise<void> work);
+
+  struct IgnoresFailures final : kj::TaskSet::ErrorHandler {
+    void taskFailed(kj::Exception&&) override {}
+  };
   /// Who pays for arenas; over TCP nobody shares memory with this host.
   uint32_t User() const { return proof_.uid.value_or(UINT32_MAX); }
 
@@ -159,6 +169,8 @@ class Session {
   absl::flat_hash_map<CacheId, std::weak_ptr<const BoundCache>> bound_;
   size_t bound_max_ = 16;  // of bound_; then those that are gone make room
   uint32_t next_arena_ = 1;
+  IgnoresFailures ignores_;
+  std::unique_ptr<kj::TaskSet> background_ = std::make_unique<kj::TaskSet>(ignores_);  // nullptr: it is gone
 };
 
 /// A place for one capability of a cache of this session: kept by it, or by what makes it. Errors: RESOURCE_EXHAUSTED.
@@ -167,8 +179,13 @@ absl::StatusOr<std::shared_ptr<const void>> ReserveCache(const std::shared_ptr<S
 absl::StatusOr<std::shared_ptr<const void>> ReserveBlockLease(const std::shared_ptr<Session>& session);
 /// The same for the pages of such a lease.
 absl::StatusOr<std::shared_ptr<const void>> ReserveMappedPages(const std::shared_ptr<Session>& session, uint64_t pages);
+/// The same for names of blocks that are prefetched.
+absl::StatusOr<std::shared_ptr<const void>> ReservePrefetch(const std::shared_ptr<Session>& session, uint64_t names);
 /// The same for the descriptor of a slab.
 absl::StatusOr<std::shared_ptr<const void>> ReserveSlab(const std::shared_ptr<Session>& session);
+
+/// Work that no call waits for. It ends with the connection.
+void GoOnWith(Session& session, kj::Promise<void> work);
 
 /// Space that a connection fills with one arena: given back when the arena's memory goes.
 class ArenaMemory {

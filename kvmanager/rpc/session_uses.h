@@ -17,6 +17,7 @@ struct SessionUse {
   uint64_t arena_bytes = 0;                     // limits::kArenaBytesTotalMax
   uint64_t caches = 0;                          // limits::kCachesHeldMax
   uint64_t block_leases = 0, mapped_pages = 0;  // limits::kBlockLeasesMax, kMappedPagesHeldMax
+  uint64_t prefetch_names = 0;                  // limits::kPrefetchNamesMax
 };
 
 class SessionUses {
@@ -50,6 +51,7 @@ class SessionUses {
       most.caches = std::max(most.caches, entry->use_.caches);
       most.block_leases = std::max(most.block_leases, entry->use_.block_leases);
       most.mapped_pages = std::max(most.mapped_pages, entry->use_.mapped_pages);
+      most.prefetch_names = std::max(most.prefetch_names, entry->use_.prefetch_names);
     }
     return most;
   }

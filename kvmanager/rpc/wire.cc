@@ -50,6 +50,11 @@ void WriteSequenceInfo(const SequenceInfo& info, api::SequenceInfo::Builder out)
 void WriteMatch(const MatchResult& match, api::MatchResult::Builder out) {
   out.setHitBlocks(match.hit_blocks);
   out.setReason(static_cast<api::MissReason>(match.reason));
+  out.setInMemory(static_cast<uint32_t>(match.in_memory));
+}
+
+void WriteHits(const MatchResult& match, api::MatchResult::Builder out) {
+  WriteMatch({match.hit_blocks, match.reason, match.hit_blocks}, out);
 }
 
 BlockNamesReader::BlockNamesReader(std::string field, capnp::List<api::BlockName>::Reader in, size_t names_max)

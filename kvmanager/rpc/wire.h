@@ -23,6 +23,8 @@ void WriteStatus(const absl::Status& status, api::Status::Builder out);
 
 void WriteCacheInfo(const CacheInfo& info, api::CacheInfo::Builder out);
 void WriteSequenceInfo(const SequenceInfo& info, api::SequenceInfo::Builder out);
+/// Of a sequence: its hits are all in its memory.
+void WriteHits(const MatchResult& match, api::MatchResult::Builder out);
 void WriteMatch(const MatchResult& match, api::MatchResult::Builder out);
 
 /// Reads a list of names in pieces that each take less than a turn of the event loop. The list stays as long as this.

@@ -5,6 +5,9 @@
 
 namespace kvmanager {
 
+/// kAhead: nobody waits for it so far: it stands back behind loads that somebody waits for.
+enum class LoadUrgency { kAwaited, kAhead };
+
 /// Keeps what it has found and loaded in memory until it is destroyed: on the store's thread, perhaps after the store
 /// has closed.
 class DiskLoad {

@@ -20,8 +20,14 @@ constexpr size_t kNotedMax = 2048;  // uses of a prefix that the disk's policy i
 // First it walks along the names and begins to read what only the disk has; then it waits until all has come.
 class DiskLoads::Load final : public DiskLoad {
  public:
-  Load(DiskLoads* loads, std::shared_ptr<Cache> cache, std::vector<BlockName> names, uint32_t first)
-      : loads_(*loads), alive_(loads->parts_.alive), cache_(std::move(cache)), names_(std::move(names)), first_(first) {
+  Load(DiskLoads* loads, std::shared_ptr<Cache> cache, std::vector<BlockName> names, uint32_t first,
+       LoadUrgency urgency)
+      : loads_(*loads),
+        alive_(loads->parts_.alive),
+        cache_(std::move(cache)),
+        names_(std::move(names)),
+        first_(first),
+        ahead_(urgency == LoadUrgency::kAhead) {
     ++cache_->leases;
   }
   ~Load() override {
@@ -88,14 +94,15 @@ class DiskLoads::Load final : public DiskLoad {
         WaitForBlock();
         return false;
       }
-      if (loads_.reading_bytes_ >= kReadingBytesMax) {
-        loads_.for_room_.push_back(this);
+      if (loads_.reading_bytes_ >= (ahead_ ? kAheadBytesMax : kReadingBytesMax)) {
+        (ahead_ ? loads_.ahead_for_room_ : loads_.for_room_).push_back(this);
         waits_ = true;
         return false;
       }
       if (!EnsureHost()) return EndWalk();
       Block* const block = loads_.Read(host_, *next.on_disk, name);
       if (block == nullptr) return EndWalk();
+      if (ahead_) loads_.parts_.metrics->prefetched_blocks.Increment();
       Hold(block, loads_.readings_.at(block).bytes);
       pages += host_->layers();
     }
@@ -135,7 +142,7 @@ class DiskLoads::Load final : public DiskLoad {
   }
   void StopWaiting() {
     if (!std::exchange(waits_, false)) return;
-    std::erase(loads_.for_room_, this);
+    std::erase(ahead_ ? loads_.ahead_for_room_ : loads_.for_room_, this);
     std::erase(loads_.waking_, this);
     loads_.WakeForRoom();
     if (awaited_ == held_.size()) return;
@@ -150,6 +157,7 @@ class DiskLoads::Load final : public DiskLoad {
   std::shared_ptr<Cache> host_;  // its counterpart in host memory, perhaps itself; nullptr: not open so far
   const std::vector<BlockName> names_;
   const uint32_t first_;
+  const bool ahead_;
   std::vector<Block*> held_;     // of the names, from the first on
   std::vector<uint64_t> bytes_;  // of each that this load began to read; 0 for the others
   size_t awaited_ = 0;           // of held_: those before it have come
@@ -167,11 +175,13 @@ bool DiskLoads::Fits(const Cache& cache, const DiskBlock& block) {
   return true;
 }
 
-std::unique_ptr<DiskLoad> DiskLoads::Begin(CacheId id, absl::Span<const BlockName> names, uint32_t first) {
+std::unique_ptr<DiskLoad> DiskLoads::Begin(CacheId id, absl::Span<const BlockName> names, uint32_t first,
+                                           LoadUrgency urgency) {
   if (parts_.disk == nullptr) return nullptr;
   auto cache = parts_.caches->Find(id);
   if (!cache.ok()) return nullptr;
-  return std::make_unique<Load>(this, *std::move(cache), std::vector<BlockName>(names.begin(), names.end()), first);
+  return std::make_unique<Load>(this, *std::move(cache), std::vector<BlockName>(names.begin(), names.end()), first,
+                                urgency);
 }
 
 Block* DiskLoads::Read(const std::shared_ptr<Cache>& cache, const DiskBlock& block, const BlockName& name) {
@@ -268,6 +278,10 @@ void DiskLoads::WakeForRoom() {
   if (!for_room_.empty() && reading_bytes_ < kReadingBytesMax) {
     waking_.push_back(for_room_.front());
     for_room_.pop_front();
+  }
+  if (!ahead_for_room_.empty() && reading_bytes_ < kAheadBytesMax) {
+    waking_.push_back(ahead_for_room_.front());
+    ahead_for_room_.pop_front();
   }
   // A callback may destroy any load.
   while (!waking_.empty()) {

@@ -28,6 +28,7 @@ class DiskLoads {
   /// That one load has on its way, and all of them.
   static constexpr uint64_t kLoadBytesMax = uint64_t{64} << 20;
   static constexpr uint64_t kReadingBytesMax = uint64_t{512} << 20;
+  static constexpr uint64_t kAheadBytesMax = kReadingBytesMax / 2;  // then loads that nobody waits for wait
 
   /// Everything outlives it. disk: nullptr: there is none, and nothing is loaded.
   struct Parts {
@@ -46,7 +47,8 @@ class DiskLoads {
   DiskLoads& operator=(const DiskLoads&) = delete;
 
   /// LongCalls'.
-  std::unique_ptr<DiskLoad> Begin(CacheId cache, absl::Span<const BlockName> names, uint32_t first);
+  std::unique_ptr<DiskLoad> Begin(CacheId cache, absl::Span<const BlockName> names, uint32_t first,
+                                  LoadUrgency urgency);
   void OnLeftovers(std::function<void()> fn) { on_leftovers_ = std::move(fn); }
   bool ReleaseSome();
   /// What is being read of a cache gets no name; nullptr: of all.
@@ -81,6 +83,7 @@ class DiskLoads {
   absl::flat_hash_map<Block*, Reading> readings_;
   uint64_t reading_bytes_ = 0;
   std::deque<Load*> for_room_;            // loads that wait until others' blocks have come
+  std::deque<Load*> ahead_for_room_;      // likewise, that nobody waits for
   std::deque<Load*> waking_;              // whose callbacks are to be called
   std::deque<std::vector<Block*>> left_;  // held by loads that have gone
   std::function<void()> on_leftovers_;

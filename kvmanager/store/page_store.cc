@@ -131,8 +131,10 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     const auto found = caches_.Find(cache);
     return found.ok() && (*found)->tier->can_move();
   }
-  std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first) override {
-    return disk_loads_.Begin(cache, names, first);
+  using LongCalls::BeginLoad;
+  std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first,
+                                      LoadUrgency urgency) override {
+    return disk_loads_.Begin(cache, names, first, urgency);
   }
   void LookAgain() override {
     disk_writes_.TryAgain();

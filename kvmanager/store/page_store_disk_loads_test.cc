@@ -101,6 +101,42 @@ TEST_F(PageStoreDiskLoadsTest, NobodyIsLeftWaitingWhenAllLoadsAreDropped) {
   EXPECT_EQ(store().caches().Describe(cache)->published_blocks, 4u);  // read all the same
 }
 
+TEST_F(PageStoreDiskLoadsTest, AMatchSaysWhatIsInMemory) {
+  const Text text = MakeText(5 * kPage);
+  const CacheId cache = OnDiskAlone("fake", text, 4);
+  const auto names = Names(cache, text, 4);
+  const auto in_memory = [&] {
+    const auto match = store().caches().Match(cache, names);
+    EXPECT_EQ(match->hit_blocks, 4);
+    return match->in_memory;
+  };
+  EXPECT_EQ(in_memory(), 0);
+  // The third alone does not count: the first is elsewhere.
+  store().Drop(LoadAndCreate(cache, {names[2]}).sequence);
+  EXPECT_EQ(in_memory(), 0);
+  store().Drop(LoadAndCreate(cache, {names[0], names[1]}).sequence);
+  EXPECT_EQ(in_memory(), 2);
+  store().Drop(LoadAndCreate(cache, names).sequence);
+  EXPECT_EQ(in_memory(), 4);
+}
+
+TEST_F(PageStoreDiskLoadsTest, WhatIsLoadedAheadIsThereForWhoComes) {
+  const Text text = MakeText(5 * kPage);
+  const CacheId cache = OnDiskAlone("fake", text, 4);
+  const auto names = Names(cache, text, 4);
+  auto ahead = store().long_calls().BeginLoad(cache, names, 0, LoadUrgency::kAhead);
+  while (ahead->DoPiece()) {
+  }
+  // One that is awaited reads nothing a second time.
+  auto load = BeginLoad(cache, names);
+  EXPECT_EQ(disk_.reads(), 4u);
+  testing::LoadAll(*ahead, [this] { Finish(); });
+  ahead = nullptr;
+  testing::LoadAll(*load, [this] { Finish(); });
+  EXPECT_EQ(test().store_metrics.prefetched_blocks.Value(), 4);
+  EXPECT_EQ(store().Create(cache, names)->match.hit_blocks, 4);
+}
+
 TEST_F(PageStoreDiskLoadsTest, AFlippedByteLosesItsBlockAndNoOther) {
   const Text text = MakeText(5 * kPage);
   const CacheId cache = OnDiskAlone("fake", text, 4);

@@ -2,7 +2,10 @@
 // loop.
 #pragma once
 
+#include <vector>
+
 #include "absl/status/statusor.h"
+#include "kvmanager/base/ids.h"
 #include "kvmanager/store/miss_reason.h"
 
 namespace kvmanager {
@@ -10,6 +13,7 @@ namespace kvmanager {
 struct MatchResult {
   int hit_blocks = 0;                     // consecutive, from the first
   MissReason reason = MissReason::kNone;  // of the first block that was no hit; kNone if all were
+  int in_memory = 0;                      // of the hits, from the first on: in the cache's own memory
 };
 
 /// Holds no block between two pieces: what was found may go before the last one. Made, used and destroyed on the
@@ -22,6 +26,8 @@ class PrefixMatch {
   virtual bool DoPiece() = 0;
   /// After the last piece. Errors: NOT_FOUND (the cache was purged); UNAVAILABLE (the store has closed).
   virtual absl::StatusOr<MatchResult> result() const = 0;
+  /// The names of the hits, once, after the last piece.
+  virtual std::vector<BlockName> TakeHits() = 0;
 };
 
 }  // namespace kvmanager

@@ -35,12 +35,20 @@ class PrefixMatchImpl final : public PrefixMatch {
     if (!status_.ok()) return status_;
     return result_;
   }
+  std::vector<BlockName> TakeHits() override {
+    names_.resize(static_cast<size_t>(result_.hit_blocks));
+    return std::move(names_);
+  }
 
  private:
   bool Walk(const PrefixPlaces& places) {
     for (size_t looked = 0; looked < kNamesOfPiece; ++looked) {
       const size_t at = static_cast<size_t>(result_.hit_blocks);
-      if (at < names_.size()) result_.reason = FindNextBlock(places, names_[at], static_cast<uint32_t>(at)).reason;
+      NextBlock next;
+      if (at < names_.size()) {
+        next = FindNextBlock(places, names_[at], static_cast<uint32_t>(at));
+        result_.reason = next.reason;
+      }
       if (at == names_.size() || result_.reason != MissReason::kNone) {
         walked_ = true;
         unused_ = at;
@@ -49,6 +57,8 @@ class PrefixMatchImpl final : public PrefixMatch {
         }
         return unused_ > 0;
       }
+      const bool in_memory = next.place == BlockPlace::kMemory && next.block->cache.get() == places.own.cache;
+      if (in_memory && result_.in_memory == result_.hit_blocks) ++result_.in_memory;
       ++result_.hit_blocks;
     }
     return true;
@@ -66,7 +76,7 @@ class PrefixMatchImpl final : public PrefixMatch {
 
   const PrefixMatchParts parts_;
   const CacheId id_;
-  const std::vector<BlockName> names_;
+  std::vector<BlockName> names_;
   bool walked_ = false;
   size_t unused_ = 0;  // of the hits
   MatchResult result_;

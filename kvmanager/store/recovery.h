@@ -67,6 +67,8 @@ class Recovery {
   /// Before blocks of a cache are dropped; nullptr: of all. Returns how many unclaimed ones there were.
   uint64_t Purge(const CacheDigest* digest);
 
+  /// Blocks that no cache has taken so far.
+  uint64_t unclaimed() const { return unclaimed_blocks_; }
   void CheckInvariants() const;
 
  private:

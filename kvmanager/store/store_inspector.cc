@@ -128,6 +128,7 @@ StoreUse StoreInspector::Use() const {
   use.tenant_sent_pages = parts_.exports->pages().most();
   use.encoding_pages = parts_.encodes->pages();
   use.unwritten_blocks = parts_.disk_writes->unwritten();
+  use.unclaimed_blocks = parts_.recovery->unclaimed();
   return use;
 }
 

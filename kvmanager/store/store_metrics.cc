@@ -32,6 +32,8 @@ StoreMetrics::StoreMetrics(Metrics* m)
       purged_blocks(m->Counter("purged_blocks_total", "Published blocks dropped on an operator's request")),
       demoted_blocks(m->Counter("demoted_blocks_total", "Published blocks copied from a GPU to the host's pool")),
       demoted_bytes(m->Counter("demoted_bytes_total", "Bytes of blocks copied from a GPU to the host's pool")),
+      prefetched_blocks(
+          m->Counter("prefetched_blocks_total", "Blocks read from the disk before a call waited for them")),
       fetched_blocks(m->Counter("fetched_blocks_total", "Blocks copied from the host's pool to a GPU")),
       fetched_bytes(m->Counter("fetched_bytes_total", "Bytes of blocks copied from the host's pool to a GPU")),
       lost_moves(m->Counter("lost_moves_total",

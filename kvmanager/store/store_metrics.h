@@ -55,6 +55,7 @@ struct StoreMetrics {
   prometheus::Counter& purged_blocks;
   prometheus::Counter& demoted_blocks;
   prometheus::Counter& demoted_bytes;
+  prometheus::Counter& prefetched_blocks;
   prometheus::Counter& fetched_blocks;
   prometheus::Counter& fetched_bytes;
   prometheus::Counter& lost_moves;

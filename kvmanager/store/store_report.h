@@ -32,6 +32,7 @@ struct StoreUse {
   uint64_t sent_pages = 0, tenant_sent_pages = 0;           // kSentPagesMax, kTenantSentPagesMax
   uint64_t encoding_pages = 0;    // sealed, and not encoded yet: a restart finds no block of theirs
   uint64_t unwritten_blocks = 0;  // published in host memory, and on their way to the disk or waiting for that
+  uint64_t unclaimed_blocks = 0;  // of an earlier process, that no cache has taken so far
 };
 
 class StoreReport {

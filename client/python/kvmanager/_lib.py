@@ -13,20 +13,19 @@ from .errors import from_text
 if TYPE_CHECKING:
     from typing import Self
 
-_ABI = 1
+_ABI = 2
 _FILE = "libkvmanager_client.so"
 
 
 class MatchResult(ctypes.Structure):
-    _fields_ = [("hit_blocks", c_int32), ("reason", c_int32)]
+    _fields_ = [("hit_blocks", c_int32), ("reason", c_int32), ("in_memory", c_int32), ("reserved", c_int32)]
 
 
 class Created(ctypes.Structure):
     _fields_ = [
         ("sequence", c_void_p),
         ("id", c_uint64),
-        ("hit_blocks", c_int32),
-        ("reason", c_int32),
+        ("match", MatchResult),
         ("code", c_int32),
         ("reserved", c_int32),
     ]
@@ -102,7 +101,9 @@ _CALLS = {
     "kvm_refresh": [c_void_p],
     "kvm_name_blocks": [c_char_p, c_void_p, c_uint64, c_int32, c_void_p],
     "kvm_name_hashes": [c_char_p, c_char_p, c_void_p, c_uint32, c_void_p],
-    "kvm_match": [c_void_p, c_char_p, c_void_p, c_uint32, c_void_p],
+    "kvm_match": [c_void_p, c_char_p, c_void_p, c_uint32, c_int32, c_void_p],
+    "kvm_prefetch": [c_void_p, c_char_p, c_uint32, POINTER(MatchResult)],
+    "kvm_prefetch_in_cache": [c_void_p, c_int64, c_char_p, c_uint32, POINTER(MatchResult)],
     "kvm_retain": [c_void_p, c_char_p, c_uint32, c_int32, c_int64, c_void_p],
     "kvm_create_sequences": [c_void_p, c_char_p, c_void_p, c_void_p, c_uint32, c_void_p],
     "kvm_cache_step": [c_void_p, c_char_p, c_void_p],

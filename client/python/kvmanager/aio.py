@@ -328,6 +328,9 @@ class Client(_Owned):
     async def retain(self, cache_id: int, names: BlockNames, priority: int, ttl_ms: int = 0) -> Retained:
         return await self._call(self.blocking.retain, cache_id, names, priority, ttl_ms)
 
+    async def prefetch(self, cache_id: int, names: BlockNames) -> PrefixMatch:
+        return await self._call(self.blocking.prefetch, cache_id, names)
+
     async def drain(self, on: bool = True) -> None:
         await self._call(self.blocking.drain, on)
 
@@ -357,8 +360,11 @@ class Cache(_Owned):
     async def refresh(self) -> CacheDescription:
         return await self._call(self.blocking.refresh)
 
-    async def match(self, prefixes: Iterable[BlockNames]) -> list[PrefixMatch]:
-        return await self._call(self.blocking.match, prefixes)
+    async def match(self, prefixes: Iterable[BlockNames], prefetch: bool = False) -> list[PrefixMatch]:
+        return await self._call(self.blocking.match, prefixes, prefetch)
+
+    async def prefetch(self, names: BlockNames) -> PrefixMatch:
+        return await self._call(self.blocking.prefetch, names)
 
     async def retain(self, names: BlockNames, priority: int, ttl_ms: int = 0) -> Retained:
         return await self._call(self.blocking.retain, names, priority, ttl_ms)

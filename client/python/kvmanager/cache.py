@@ -117,12 +117,21 @@ class Cache(Handle):
 
     # Prefixes and sequences.
 
-    def match(self, prefixes: Iterable[BlockNames]) -> list[PrefixMatch]:
-        """How much of each prefix the daemon has. It may be evicted before it is asked for."""
+    def match(self, prefixes: Iterable[BlockNames], prefetch: bool = False) -> list[PrefixMatch]:
+        """How much of each prefix the daemon has. It may be evicted before it is asked for. prefetch: what only the disk
+        has of the hits begins to come to host memory; nothing waits for it, and it ends with the connection."""
         names, blocks, count = _prefixes(prefixes)
         results = (_lib.MatchResult * count)()
-        check(lib.kvm_match(self._object, names, blocks, count, results))
-        return [PrefixMatch(each.hit_blocks, _reason(each.reason)) for each in results]
+        check(lib.kvm_match(self._object, names, blocks, count, bool(prefetch), results))
+        return [_match(each) for each in results]
+
+    def prefetch(self, names: BlockNames) -> PrefixMatch:
+        """Brings blocks of a prefix ahead of need, at most 65,536: from the disk into host memory and, of a cache on a
+        GPU, on to that GPU. Waits until all is there that has room; what has come when the deadline is over stays, and
+        the next call goes on. Nothing is pinned: they are the blocks that were used last, and retain() keeps them
+        longer. Returns what there is of the names then. InvalidArgumentError; UnimplementedError of daemons of earlier
+        versions."""
+        return _prefetched(lib.kvm_prefetch, self._object, names=names)
 
     def retain(self, names: BlockNames, priority: int, ttl_ms: int = 0) -> Retained:
         """How long these blocks are kept when memory is short, in every memory of the daemon and on its disk; published
@@ -168,7 +177,7 @@ class Cache(Handle):
         check(lib.kvm_create_sequences(self._object, names, blocks, prompts, count, created))
         errors = _lib.result() if any(each.code for each in created) else [None] * count
         sequences: list[Sequence | Error] = [
-            Sequence(self, each.sequence, each.id, each.hit_blocks, _reason(each.reason))
+            Sequence(self, each.sequence, each.id, each.match.hit_blocks, _reason(each.match.reason))
             if error is None
             else from_fields(error)
             for each, error in zip(created, errors)
@@ -625,6 +634,17 @@ def _retained(call: Any, *of: Any, names: BlockNames, priority: int, ttl_ms: int
     priority, ttl_ms = integer("priority", priority, 0, 100), integer("ttl_ms", ttl_ms, 0, _INT64_MAX)
     check(call(*of, _names(names).data, len(names), priority, ttl_ms, values))
     return Retained(values[0], values[1])
+
+
+def _match(result: _lib.MatchResult) -> PrefixMatch:
+    return PrefixMatch(result.hit_blocks, _reason(result.reason), result.in_memory)
+
+
+def _prefetched(call: Any, *of: Any, names: BlockNames) -> PrefixMatch:
+    """What kvm_prefetch or its like, of what `of` says, answers."""
+    result = _lib.MatchResult()
+    check(call(*of, _names(names).data, len(names), result))
+    return _match(result)
 
 
 def _prefixes(prefixes: Iterable[BlockNames | None]) -> tuple[bytes, ctypes.Array[c_uint32], int]:

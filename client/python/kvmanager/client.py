@@ -9,7 +9,7 @@ from typing import Any
 from . import _lib, arena
 from ._lib import Handle, check, lib
 from ._tensor import name_of
-from .cache import Cache, _retained
+from .cache import Cache, _prefetched, _retained
 from .device import Device
 from .errors import UnavailableError, encoded, integer, invalid
 from .names import BlockNames
@@ -18,6 +18,7 @@ from .types import (
     DaemonDescription,
     LimitDescription,
     PeerDescription,
+    PrefixMatch,
     Retained,
     SequenceDescription,
 )
@@ -218,6 +219,11 @@ class Client(Handle):
         cache_id = integer("cache_id", cache_id, 0, 2**32 - 1)
         call = lib.kvm_retain_in_cache
         return _retained(call, self._object, cache_id, names=names, priority=priority, ttl_ms=ttl_ms)
+
+    def prefetch(self, cache_id: int, names: BlockNames) -> PrefixMatch:
+        """Cache.prefetch of any tenant's cache: cache_id is its CacheDescription.id. NotFoundError: there is none."""
+        cache_id = integer("cache_id", cache_id, 0, 2**32 - 1)
+        return _prefetched(lib.kvm_prefetch_in_cache, self._object, cache_id, names=names)
 
     def drain(self, on: bool = True) -> None:
         """Refuses new sequences, forks and incoming hand-offs; on=False: no longer."""

@@ -487,7 +487,7 @@ def _leading(there: list[bool]) -> int:
 
 def _there(cache: Cache, names: list[BlockNames]) -> list[bool]:
     parts = [names[begin : begin + _BATCH_MAX] for begin in range(0, len(names), _BATCH_MAX)]
-    return [match.hit_blocks == 1 for part in parts for match in cache.match(part)]
+    return [match.hit_blocks == 1 for part in parts for match in cache.match(part, prefetch=True)]
 
 
 def _names(cache: Cache, keys: List[str]) -> list[BlockNames]:

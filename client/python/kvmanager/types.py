@@ -49,10 +49,12 @@ class ReadResult(NamedTuple):
 
 
 class PrefixMatch(NamedTuple):
-    """hit_blocks: consecutive, from the first. reason: of the first block that was no hit, one of MISS_REASONS."""
+    """hit_blocks: consecutive, from the first. reason: of the first block that was no hit, one of MISS_REASONS.
+    in_memory: of hit_blocks, from the first on: in the cache's own memory; the next one is in another, or on the disk."""
 
     hit_blocks: int
     reason: str
+    in_memory: int
 
 
 class PublishOutcome(NamedTuple):
@@ -150,8 +152,19 @@ class DiskDescription:
 
 
 @dataclass(frozen=True)
+class KeptMemoryDescription:
+    """Host memory that outlives the daemon. state: who keeps it, or why nobody does. pid: of the process that keeps it;
+    0: nobody does. unclaimed_blocks: of an earlier daemon, that no cache has taken yet."""
+
+    state_dir: str
+    state: str
+    pid: int
+    unclaimed_blocks: int
+
+
+@dataclass(frozen=True)
 class DaemonDescription:
-    """disk: None where the daemon has none."""
+    """disk: None where the daemon has none. kept_memory: None without --state-dir."""
 
     version: str
     boot_epoch: int
@@ -159,6 +172,7 @@ class DaemonDescription:
     draining: bool
     pools: list[PoolDescription]
     disk: DiskDescription | None
+    kept_memory: KeptMemoryDescription | None
     connections: int
     caches: int
     threads: int
@@ -178,8 +192,13 @@ class DaemonDescription:
     @classmethod
     def parse(cls, fields: dict[str, Any]) -> DaemonDescription:
         pools = [PoolDescription(**pool) for pool in fields.pop("pools")]
-        disk = fields.pop("disk")
-        return cls(pools=pools, disk=None if disk is None else DiskDescription(**disk), **fields)
+        disk, kept = fields.pop("disk"), fields.pop("kept_memory")
+        return cls(
+            pools=pools,
+            disk=None if disk is None else DiskDescription(**disk),
+            kept_memory=None if kept is None else KeptMemoryDescription(**kept),
+            **fields,
+        )
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ class Coroutines(unittest.IsolatedAsyncioTestCase):
         async with await self.cache.create_sequence(names) as sequence:
             await self.append(sequence, prompt)
             self.assertEqual(await sequence.publish(names), (2, 0, 0))
-        self.assertEqual(await self.cache.match([names]), [(2, "none")])
+        self.assertEqual(await self.cache.match([names], prefetch=True), [(2, "none", 2)])
+        self.assertEqual(await self.cache.prefetch(names), (2, "none", 2))
+        self.assertEqual(await self.client.prefetch(self.cache.description.id, names), (2, "none", 2))
         self.assertEqual((await self.cache.retain(names, 80)).blocks, 2)
         self.assertEqual((await self.client.retain(self.cache.description.id, names, 50)).blocks, 2)
         again = await self.cache.create_sequence(names)

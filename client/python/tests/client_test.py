@@ -221,7 +221,7 @@ class Prefixes(WithCache):
         first.close()
         other = self.cache.block_names(prompt.ids[:64] + [1] * 64)
         self.assertEqual(self.cache.match([names, other, self.cache.block_names([])]),
-                         [(3, "none"), (1, "not_found"), (0, "none")])
+                         [(3, "none", 3), (1, "not_found", 1), (0, "none", 0)])
         again = self.cache.create_sequence(names, prompt_tokens=200)
         self.assertEqual((again.hit_blocks, again.info().tokens), (3, 192))
         prompt.append(self.cache, again, 192)
@@ -235,7 +235,7 @@ class Prefixes(WithCache):
         prompt.append(self.cache, sequence)
         sequence.publish(names)
         lie = kv.BlockNames(names[0][:32] + bytes(32))
-        self.assertEqual(self.cache.match([lie]), [(0, "token_mismatch")])
+        self.assertEqual(self.cache.match([lie]), [(0, "token_mismatch", 0)])
 
     def test_an_engines_own_hashes_are_names(self) -> None:
         prompt = Prompt(11, 128)
@@ -244,7 +244,7 @@ class Prefixes(WithCache):
         prompt.append(self.cache, sequence)
         self.assertEqual(sequence.publish(names).published, 2)
         self.assertEqual(self.cache.match([self.cache.external_names([b"one", b"three"]), names]),
-                         [(1, "not_found"), (2, "none")])
+                         [(1, "not_found", 1), (2, "none", 2)])
 
     def test_a_batch_of_sequences_begins_with_what_each_finds(self) -> None:
         prompt = Prompt(12, 128)
@@ -358,6 +358,7 @@ class Listings(WithCache):
         self.assertEqual(status.boot_epoch, self.client.boot_epoch)
         self.assertEqual([(pool.tier, pool.capacity_bytes) for pool in status.pools], [("host", 64 << 20)])
         self.assertIsNone(status.disk)
+        self.assertIsNone(status.kept_memory)
         (described,) = self.client.caches()
         self.assertEqual(described.digest, self.cache.description.digest)
         self.assertEqual(described.options, self.cache.options)

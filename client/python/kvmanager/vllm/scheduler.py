@@ -64,7 +64,7 @@ class Lookup:
         blocks = len(self._hashes)
         for rank in range(self._ranks):
             cache = session.cache((self._tenant, rank))
-            blocks = min(blocks, cache.match([cache.external_names(self._hashes[:blocks])])[0].hit_blocks)
+            blocks = min(blocks, cache.match([cache.external_names(self._hashes[:blocks])], prefetch=True)[0].hit_blocks)
             if not blocks:
                 break
         self.blocks = blocks
