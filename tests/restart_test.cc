@@ -1,9 +1,12 @@
 // A daemon whose host memory outlives it: purges, another pool size, a keeper that is gone, whose the folder is.
 // outlive_test kills it.
+#include <signal.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <string>
 
+#include "absl/strings/match.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
 #include "kvmanager/keep/keeper_testing.h"
@@ -89,16 +92,63 @@ TEST_F(RestartTest, APoolOfAnotherSizeBeginsEmpty) {
   EXPECT_EQ(Compare(*cache, source, 4), 3);
 }
 
-TEST_F(RestartTest, WithoutItsKeeperADaemonServesAndTheNextOneBeginsEmpty) {
+TEST_F(RestartTest, WhereTheKeeperEndsAnotherOneTakesItsPlace) {
+  const CacheOptions options = SmallCache("raw", 0);
+  const Source source{1, Kind::kNormal, options};
+  Start();
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  Publish(*cache, source, 4);
+  ASSERT_TRUE(AllRecorded());
+  const pid_t first = KeeperOf(state_);
+  ASSERT_GT(first, 0);
+  EXPECT_EQ(Metric("kvmanager_memory_kept"), 1);
+  KillKeeperOf(state_);
+  ASSERT_TRUE(Eventually([&] { return Metric("kvmanager_memory_keepers_lost_total") == 1; }));
+  ASSERT_TRUE(Eventually([&] { return log_.Says("another process keeps the memory now"); }));
+  ASSERT_OK_AND_ASSIGN(const auto status, client_->Status());
+  ASSERT_TRUE(status.kept_memory.has_value());
+  EXPECT_EQ(status.kept_memory->state_dir, state_);
+  EXPECT_EQ(status.kept_memory->pid, static_cast<uint32_t>(KeeperOf(state_)));
+  EXPECT_NE(status.kept_memory->pid, static_cast<uint32_t>(first));
+  cache.reset();
+  Kill();
+  Start();
+  ASSERT_OK_AND_ASSIGN(cache, client_->OpenCache(options));
+  ASSERT_TRUE(AllClaimed());
+  EXPECT_EQ(Compare(*cache, source, 4), 4);
+}
+
+TEST_F(RestartTest, WhereNobodyCanKeepTheMemoryTheDaemonSaysSoAndTriesAgain) {
+  Start();
+  // Where its socket was is a folder.
+  const std::string socket = state_ + "/" + kKeeperSocket;
+  daemon_->process().Signal(SIGSTOP);
+  KillKeeperOf(state_);
+  ASSERT_EQ(unlink(socket.c_str()), 0);
+  ASSERT_EQ(mkdir(socket.c_str(), 0700), 0);
+  daemon_->process().Signal(SIGCONT);
+  ASSERT_TRUE(Eventually([&] { return Metric("kvmanager_memory_kept") == 0; }, 30000));
+  EXPECT_TRUE(log_.Says("nobody keeps the memory"));
+  ASSERT_OK_AND_ASSIGN(const auto status, client_->Status());
+  ASSERT_TRUE(status.kept_memory.has_value());
+  EXPECT_EQ(status.kept_memory->pid, 0u);
+  EXPECT_TRUE(absl::StrContains(status.kept_memory->state, "nobody keeps it")) << status.kept_memory->state;
+  ASSERT_EQ(rmdir(socket.c_str()), 0);
+  ASSERT_TRUE(Eventually([&] { return Metric("kvmanager_memory_kept") == 1; }, 30000));
+  EXPECT_GT(KeeperOf(state_), 0);
+}
+
+TEST_F(RestartTest, WhereDaemonAndKeeperEndTheNextOneBeginsEmpty) {
   const CacheOptions options = SmallCache("raw", 0);
   const Source source{1, Kind::kNormal, options};
   Start();
   {
     ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
     Publish(*cache, source, 4);
-    KillKeeperOf(state_);
-    EXPECT_EQ(Compare(*cache, source, 4), 4);
   }
+  client_.reset();
+  daemon_->process().Signal(SIGSTOP);
+  KillKeeperOf(state_);
   Kill();
   Start();
   ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));

@@ -70,7 +70,7 @@ kj::Promise<absl::Status> ServerEnd::Upgrade(const std::string& program, bool co
                            [options = options_, program, cold, memory = running_.memory]() -> Checked {
                              KV_ASSIGN_OR_RETURN(CheckedSuccessor checked, CheckSuccessor(options, program, cold));
                              // What nobody keeps would be lost.
-                             if (!cold) KV_RETURN_IF_ERROR(memory->KeepOn(options));
+                             if (!cold) KV_RETURN_IF_ERROR(memory->KeepOn());
                              return checked;
                            })
       .then([this, cold](Checked checked) {

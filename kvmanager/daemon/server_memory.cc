@@ -47,7 +47,8 @@ absl::Status Touch(uint8_t* data, size_t bytes) {
 
 }  // namespace
 
-absl::Status ServerMemory::Open(const Options& options, const Clock* clock) {
+absl::Status ServerMemory::Open(const Options& options, const Clock* clock, MemoryMetrics* metrics) {
+  metrics_ = metrics;
   KV_RETURN_IF_ERROR(OpenPool(options, clock));
   std::vector<absl::Span<uint8_t>> pieces;
   for (const auto& region : pool_->regions()) {
@@ -69,10 +70,40 @@ absl::Status ServerMemory::OpenPool(const Options& options, const Clock* clock) 
   return absl::OkStatus();
 }
 
-void ServerMemory::Look(WorkerPool* workers, MessageQueue* queue) {
+void ServerMemory::Look(WorkerPool* background, MessageQueue* queue) {
   TakeBack(queue, std::min(kLooks, pool_->shown()->count()));
-  if (!cleaner_.has_value()) cleaner_.emplace(pool_.get(), workers, queue);
+  if (!cleaner_.has_value()) cleaner_.emplace(pool_.get(), background, queue);
   cleaner_->Look();
+  if (!state_dir_.empty() && !looks_.exchange(true)) {
+    background->Post(WorkerPool::Priority::kEncode, [this] {
+      LookAtKeeper();
+      looks_ = false;
+    });
+  }
+}
+
+void ServerMemory::LookAtKeeper() {
+  if ((keeps_ && !keeper_->gone()) || SteadyClock().NowNs() < try_again_ns_) return;
+  const bool first = keeps_;
+  if (first) metrics_->keepers_lost.Increment();
+  const absl::Status kept = KeepAnew("the one before has ended");
+  if (kept.ok()) return;
+  const std::string why(kept.message());
+  if (first) spdlog::error("--state-dir {}: nobody keeps the memory, a restart loses it: {}", state_dir_, why);
+  ShowKept(absl::StrCat("nobody keeps it, a restart loses it: ", why), 0);
+  try_again_ns_ = SteadyClock().NowNs() + kKeepTryNs;
+}
+
+void ServerMemory::ShowKept(std::string state, uint32_t pid) {
+  metrics_->kept.Set(pid != 0 ? 1 : 0);
+  const MutexLock lock(mutex_);
+  facts_ = {state_dir_, std::move(state), pid};
+}
+
+std::optional<KeptMemoryFacts> ServerMemory::Describe() const {
+  if (state_dir_.empty()) return std::nullopt;
+  const MutexLock lock(mutex_);
+  return facts_;
 }
 
 void ServerMemory::TakeBack(MessageQueue* queue, size_t looks) {
@@ -85,7 +116,9 @@ void ServerMemory::TakeBack(MessageQueue* queue, size_t looks) {
 absl::Status ServerMemory::OpenKept(const Options& options, const Clock* clock) {
   KV_ASSIGN_OR_RETURN(LockedFolder folder, LockedFolder::Open("--state-dir", options.state_dir));
   folder_.emplace(std::move(folder));
-  KV_RETURN_IF_ERROR(OpenKeeper(options));
+  state_dir_ = options.state_dir;
+  keep_s_ = options.state_keep_s;
+  KV_RETURN_IF_ERROR(OpenKeeper());
   PagePool::Options pool;
   pool.pool_bytes = options.host_pool_bytes;
   pool.slab_bytes = options.slab_bytes;
@@ -99,31 +132,35 @@ absl::Status ServerMemory::OpenKept(const Options& options, const Clock* clock) 
   return MakeAnew(pool);
 }
 
-absl::Status ServerMemory::OpenKeeper(const Options& options) {
-  const std::string seconds = absl::StrCat(options.state_keep_s);
-  KV_ASSIGN_OR_RETURN(
-      keeper_, MemoryKeeper::Open(options.state_dir, {"/proc/self/exe", kKeeperFlag, options.state_dir, seconds}));
-  if (const absl::Status told = keeper_->SetIdle(options.state_keep_s); !told.ok()) {
+absl::Status ServerMemory::OpenKeeper() {
+  const std::string seconds = absl::StrCat(keep_s_);
+  KV_ASSIGN_OR_RETURN(keeper_, MemoryKeeper::Open(state_dir_, {"/proc/self/exe", kKeeperFlag, state_dir_, seconds}));
+  if (const absl::Status told = keeper_->SetIdle(keep_s_); !told.ok()) {
     spdlog::warn("--state-keep-s {} is not what the process that keeps the memory goes by: {}", seconds,
                  std::string(told.message()));
   }
   return absl::OkStatus();
 }
 
-absl::Status ServerMemory::KeepOn(const Options& options) {
+absl::Status ServerMemory::KeepOn() {
   if (keeper_ == nullptr) return absl::OkStatus();
+  if (!keeps_) return KeepAnew("the one before has ended");
   const absl::Status there = keeper_->Ping();
   if (there.ok()) return absl::OkStatus();
   if (absl::IsDeadlineExceeded(there)) {
-    return absl::UnavailableError(absl::StrCat("--state-dir ", options.state_dir, ": ", there.message(),
+    return absl::UnavailableError(absl::StrCat("--state-dir ", state_dir_, ": ", there.message(),
                                                ": the memory would be lost; end the process that keeps it (kvmanagerd ",
-                                               kKeeperFlag, " ", options.state_dir,
-                                               "), and another one takes its place"));
+                                               kKeeperFlag, " ", state_dir_, "), and another one takes its place"));
   }
-  KV_RETURN_IF_ERROR(OpenKeeper(options));
+  return KeepAnew(std::string(there.message()));
+}
+
+absl::Status ServerMemory::KeepAnew(const std::string& why) {
+  keeps_ = false;
+  KV_RETURN_IF_ERROR(OpenKeeper());
   KV_RETURN_IF_ERROR(keeper_->Forget());
   KV_RETURN_IF_ERROR(KeepAll());
-  spdlog::warn("another process keeps the memory now ({})", std::string(there.message()));
+  spdlog::warn("--state-dir {}: another process keeps the memory now, {} ({})", state_dir_, keeper_->pid(), why);
   return absl::OkStatus();
 }
 
@@ -135,6 +172,7 @@ absl::Status ServerMemory::TakeOver(PagePool::Options pool) {
   if (fd < 0) return absl::FailedPreconditionError("it has no manifest");
   KV_ASSIGN_OR_RETURN(manifest_, KeptManifest::TakeOver(fd, {taken->capacity_bytes(), taken->slab_bytes()}));
   pool_ = std::move(taken);
+  NoteKept();
   return absl::OkStatus();
 }
 
@@ -151,7 +189,14 @@ absl::Status ServerMemory::KeepAll() {
     KV_RETURN_IF_ERROR(keeper_->Keep(RegionName(i), pool_->regions()[i]->keeper_fd()));
   }
   // Last: without it nothing is taken over.
-  return keeper_->Keep(kManifest, manifest_->keeper_fd());
+  KV_RETURN_IF_ERROR(keeper_->Keep(kManifest, manifest_->keeper_fd()));
+  NoteKept();
+  return absl::OkStatus();
+}
+
+void ServerMemory::NoteKept() {
+  keeps_ = true;
+  ShowKept("a process keeps it", keeper_->pid());
 }
 
 }  // namespace kvmanager

@@ -1,6 +1,7 @@
 // The series that one daemon's parts write. Made before, and destroyed after all of them.
 #pragma once
 
+#include "kvmanager/daemon/server_memory.h"
 #include "kvmanager/disk/disk_metrics.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
 #include "kvmanager/handoff/recompute_metrics.h"
@@ -26,6 +27,7 @@ struct ServerMetrics {
   AttendMetrics attends{&all};
   ReadMetrics reads{&all};
   MatchMetrics matches{&all};
+  MemoryMetrics memory{&all};
   BlockCallMetrics block_calls{&all};
 };
 

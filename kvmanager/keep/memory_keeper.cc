@@ -114,6 +114,18 @@ absl::Status MemoryKeeper::Ping() {
   return absl::OkStatus();
 }
 
+bool MemoryKeeper::gone() const {
+  pollfd look{socket_, 0, 0};
+  return poll(&look, 1, 0) > 0 && (look.revents & (POLLHUP | POLLERR)) != 0;
+}
+
+uint32_t MemoryKeeper::pid() const {
+  ucred peer{};
+  socklen_t bytes = sizeof(peer);
+  if (getsockopt(socket_, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0) return 0;
+  return static_cast<uint32_t>(peer.pid);
+}
+
 absl::Status MemoryKeeper::Forget() {
   CloseFound();
   return Ask(KeeperPacketType::kForget, "", -1);

@@ -3,6 +3,7 @@
 // Calls wait for the keeper, some milliseconds; they are for a daemon's start.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
@@ -39,6 +40,10 @@ class MemoryKeeper {
   absl::Status SetIdle(int64_t seconds);
   /// UNAVAILABLE: it has gone. DEADLINE_EXCEEDED: it does not answer within a second.
   absl::Status Ping();
+  /// It has ended, or closed the connection. Does not wait.
+  bool gone() const;
+  /// Of its process, as the socket's credentials say.
+  uint32_t pid() const;
 
  private:
   /// The one that listens at `path`, or a new one.
