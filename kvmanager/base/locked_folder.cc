@@ -105,7 +105,12 @@ absl::StatusOr<LockedFolder> LockedFolder::Open(absl::string_view field, const s
   }
   const std::string lock_path = path + "/lock";
   const int lock = open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (lock < 0) return Failed("opening", lock_path);
+  if (lock < 0) {
+    return FieldError(absl::StatusCode::kUnavailable, field,
+                      absl::StrCat(path, " (opening ", lock_path, ": ", std::strerror(errno), ")"),
+                      "a directory in which this daemon can write: on a file system that is mounted read-write and has "
+                      "room");
+  }
   if (!Lock(lock)) {
     const bool is_open = errno == EWOULDBLOCK;
     const absl::Status failed = Failed("locking", lock_path);

@@ -67,6 +67,16 @@ TEST_F(LockedFolderTest, WaitsForAHolderThatIsEnding) {
   close(ready[1]);
 }
 
+// As on a file system that is mounted read-only.
+TEST_F(LockedFolderTest, NamesTheOptionOfOneThatCannotBeWritten) {
+  ASSERT_EQ(mkdir((folder_ + "/lock").c_str(), 0700), 0);  // which nobody can open for writing, root included
+  const absl::Status status = LockedFolder::Open("--folder", folder_).status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_EQ(DetailOf(status).field, "--folder");
+  EXPECT_THAT(Error(), HasSubstr("--folder is " + folder_ + " (opening " + folder_ + "/lock: "));
+  EXPECT_THAT(Error(), HasSubstr("must be a directory in which this daemon can write"));
+}
+
 TEST_F(LockedFolderTest, SaysWhatToDoAboutOneThatOthersCanRead) {
   ASSERT_EQ(chmod(folder_.c_str(), 0755), 0);
   EXPECT_THAT(Error(), HasSubstr("chmod 700 " + folder_));
