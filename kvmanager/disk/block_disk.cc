@@ -21,6 +21,7 @@
 #include "kvmanager/disk/index_db.h"
 #include "kvmanager/disk/segment_files.h"
 #include "kvmanager/disk/segment_space.h"
+#include "kvmanager/disk/write_gate.h"
 
 namespace kvmanager {
 namespace {
@@ -91,17 +92,12 @@ class BlockDiskImpl final : public BlockDisk {
     metrics_->ShowRetained(use.blocks, use.bytes);
   }
 
-  const char* state() const override {
-    if (!loaded_) return "reading its index";
-    if (is_damaged_) return "its index is damaged: nothing is written until the next start";
-    return back_off_.is_over(clock_->NowNs()) ? "ready" : "nothing is written for a while, after an error";
-  }
-
-  bool TakesWrites() const override { return !is_damaged_ && back_off_.is_over(clock_->NowNs()); }
+  const char* state() const override { return loaded_ ? gate_.state() : "reading its index"; }
+  bool TakesWrites() const override { return gate_.OpensWithin(0); }
 
   bool CanWrite(uint64_t page_bytes) const override {
     if (!loaded_ || !TakesWrites()) return false;
-    if (back_off_.TakeTryAgain()) committer_->TryAgain();
+    if (gate_.TakeTryAgain()) committer_->TryAgain();
     const uint64_t bytes = page_bytes + kRecordHeaderBytesMax + kDiskPagesMax * kRecordPageAlign + kRecordAlign;
     if (bytes > std::min(kDiskRecordBytesMax, space_.capacity())) return false;
     if (writing_bytes_ > 0 && writing_bytes_ + bytes > kWritingBytesMax) return false;
@@ -306,14 +302,6 @@ class BlockDiskImpl final : public BlockDisk {
     }
   }
 
-  // Nothing is written for a while.
-  void NoteError(const char* op, const absl::Status& status) {
-    metrics_->errors(op).Increment();
-    const int64_t seconds = back_off_.Begin(clock_->NowNs());
-    if (seconds == 0) return;
-    spdlog::warn("the disk failed ({}): nothing is written to it for {} s", std::string(status.message()), seconds);
-  }
-
   void OnResults(DiskCommitter::Results results) {
     // Of what became durable together the ends of chains go first.
     std::stable_sort(results.writes.begin(), results.writes.end(),
@@ -325,7 +313,7 @@ class BlockDiskImpl final : public BlockDisk {
       spdlog::warn("the disk's file system gives no bytes back inside a file: they count until a segment is empty");
     }
     for (const SegmentPlace& place : results.unpunched) space_.Stays(place);
-    if (!results.error.ok()) NoteError(results.failed_at, results.error);
+    if (!results.error.ok()) gate_.NoteError(results.failed_at, results.error);
     if (!goes_on) EndSomeWrites();
     for (auto& notify : results.notified) notify();
   }
@@ -347,7 +335,7 @@ class BlockDiskImpl final : public BlockDisk {
       writing_bytes_ -= job.place.bytes;
       if (!cancelled) writing_.erase({job.record.cache, job.record.name.key});
       if (!job.status.ok()) {
-        NoteError(job.failed_at, job.status);
+        gate_.NoteError(job.failed_at, job.status);
         uint32_t emptied;
         if (space_.LeaveSegment(&emptied)) committer_->Unlink(emptied);
       }
@@ -356,7 +344,7 @@ class BlockDiskImpl final : public BlockDisk {
         continue;
       }
       index_.Learn(index_.Insert(IndexRecordOf(job)));
-      back_off_.NoteSuccess();
+      gate_.NoteSuccess();
       metrics_->written_blocks.Increment();
       metrics_->written_bytes.Increment(static_cast<double>(job.place.bytes));
       metrics_->write_seconds.Observe(static_cast<double>(now - job.begun_ns) * 1e-9);
@@ -425,16 +413,7 @@ class BlockDiskImpl final : public BlockDisk {
     for (DiskEntry* const entry : disposed_early_) Dispose(entry);
     disposed_early_.clear();
     space_.BeginAbove(batch.segment_of_most);
-    if (!batch.status.ok()) {
-      is_damaged_ = true;
-      metrics_->errors("index").Increment();
-      absl::Status marked;
-      if (absl::IsDataLoss(batch.status)) marked = folder_.MarkDamaged();
-      spdlog::error(
-          "the disk's index is damaged ({}): the blocks that were found are read, nothing is written until "
-          "the next start, which sets it aside{}",
-          std::string(batch.status.message()), marked.ok() ? "" : absl::StrCat(" (", marked.message(), ")"));
-    }
+    if (!batch.status.ok()) gate_.NoteIndexError(batch.status, index_.blocks());
     if (damaged_ > 0) spdlog::warn("{} records of the disk's index could not be used, and were dropped", damaged_);
     spdlog::info("the disk has {} blocks, {} of {} MiB; they were read in {} ms", index_.blocks(), space_.used() >> 20,
                  space_.capacity() >> 20, (clock_->NowNs() - begun_ns_) / 1000000);
@@ -467,9 +446,9 @@ class BlockDiskImpl final : public BlockDisk {
   std::deque<std::shared_ptr<WriteJob>> ended_;  // that the committer has done with
   uint64_t writing_bytes_ = 0, reading_bytes_ = 0;
 
-  mutable WriteBackOff back_off_;
+  mutable WriteGate gate_{&folder_, clock_, metrics_};
   FailedReads failed_reads_;
-  bool loaded_ = false, is_damaged_ = false;
+  bool loaded_ = false;
   int64_t begun_ns_ = 0;
   uint64_t damaged_ = 0;
   ErasedEarly erased_early_;

@@ -3,7 +3,7 @@
 //   lock          held while a daemon has it open
 //   index/        RocksDB
 //   segments/     the records
-//   damaged       the index was found damaged while it was read: the next start sets it aside
+//   damaged       the index was found damaged while it was read, and how: the next start sets it aside
 //   set-aside-T/  index/ and segments/ of a time T, which nobody uses again
 #pragma once
 
@@ -25,15 +25,18 @@ class DiskFolder {
   /// LockedFolder's, which errors name --disk-path.
   static absl::StatusOr<DiskFolder> Open(const std::string& path);
 
+  const std::string& path() const { return folder_.path(); }
   std::string index() const { return folder_.path() + "/index"; }
   std::string segments() const { return folder_.path() + "/segments"; }
   /// Makes the folders that are not there.
   absl::Status Make() const;
-  bool is_damaged() const;
+  /// DATA_LOSS: the last daemon found the index damaged; its words.
+  absl::Status damage() const;
   bool has_segments() const;
-  absl::Status MarkDamaged() const;
-  /// Renames index and segments, and says in the log why and what to do. Returns their new folder.
-  absl::StatusOr<std::string> SetAside(absl::string_view why) const;
+  absl::Status MarkDamaged(absl::string_view why) const;
+  /// Renames index and segments, and says in the log why and what to do: by why's code, whether they are damaged, or
+  /// (UNIMPLEMENTED) of another version.
+  absl::Status SetAside(const absl::Status& why) const;
 
  private:
   explicit DiskFolder(LockedFolder folder) : folder_(std::move(folder)) {}
@@ -41,7 +44,8 @@ class DiskFolder {
   LockedFolder folder_;
 };
 
-/// The index that is there, or a new one; one that cannot be trusted is set aside. Errors: as IndexDb::Open.
+/// The index that is there, or a new one; one that cannot be trusted is set aside. Errors: IndexDb::Open's, which name
+/// --disk-path and the folder.
 absl::StatusOr<std::unique_ptr<IndexDb>> OpenIndex(const DiskFolder& folder, rocksdb::FileSystem* index_files,
                                                    DiskMetrics* metrics);
 

@@ -40,7 +40,9 @@ class QuietLogger final : public rocksdb::Logger {
 absl::Status FromRocks(const rocksdb::Status& status) {
   if (status.ok()) return absl::OkStatus();
   const std::string text = absl::StrCat("index: ", status.ToString());
-  if (status.IsIOError() && absl::StrContains(text, "lock")) return absl::FailedPreconditionError(text);
+  // "While lock file: PATH", "lock hold by current process": not any path with "lock" in it.
+  const bool is_locked = absl::StrContains(text, "lock file") || absl::StrContains(text, "lock hold");
+  if (status.IsIOError() && is_locked) return absl::FailedPreconditionError(text);
   if (status.IsCorruption() || status.IsPathNotFound() || status.IsInvalidArgument() || status.IsNotSupported() ||
       status.IsNotFound()) {
     return absl::DataLossError(text);
@@ -83,14 +85,16 @@ class RocksIndexDb final : public IndexDb {
 
   absl::Status OpenDb() {
     rocksdb::DB* db = nullptr;
-    KV_RETURN_IF_ERROR(
-        FromRocks(rocksdb::DB::Open(OptionsOf(env_ != nullptr ? env_.get() : rocksdb::Env::Default()), path_, &db)));
+    const rocksdb::Status opened =
+        rocksdb::DB::Open(OptionsOf(env_ != nullptr ? env_.get() : rocksdb::Env::Default()), path_, &db);
+    if (opened.IsNotSupported()) return absl::UnimplementedError(absl::StrCat("index: ", opened.ToString()));
+    KV_RETURN_IF_ERROR(FromRocks(opened));
     db_.reset(db);
     rocksdb::PinnableSlice meta;
     const rocksdb::Status got = db_->Get({}, db_->DefaultColumnFamily(), "meta", &meta);
     if (got.ok()) {
       if (meta == rocksdb::Slice(kIndexMeta)) return absl::OkStatus();
-      return absl::DataLossError(
+      return absl::UnimplementedError(
           absl::StrCat("index: it is \"", meta.ToString().substr(0, 100), "\", must be \"", kIndexMeta, "\""));
     }
     if (!got.IsNotFound()) return FromRocks(got);

@@ -1,0 +1,188 @@
+// What somebody else does to a disk's files: changed bytes, a damaged index, a folder that was removed. What is lost,
+// what the log and state() say of it, and what is not touched.
+#include <fcntl.h>
+#include <spdlog/sinks/base_sink.h>
+#include <spdlog/spdlog.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "gtest/gtest.h"
+#include "kvmanager/disk/block_disk.h"
+#include "kvmanager/disk/disk_testing.h"
+#include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/record.h"
+
+namespace kvmanager::testing {
+namespace {
+
+/// The lines of the log since it was made.
+class CapturedLog {
+ public:
+  CapturedLog() : before_(spdlog::default_logger()), sink_(std::make_shared<Sink>()) {
+    spdlog::set_default_logger(std::make_shared<spdlog::logger>("captured", sink_));
+  }
+  ~CapturedLog() { spdlog::set_default_logger(before_); }
+  CapturedLog(const CapturedLog&) = delete;
+  CapturedLog& operator=(const CapturedLog&) = delete;
+
+  /// Those that have all of these words.
+  std::vector<std::string> Lines(const std::vector<std::string>& words) {
+    std::vector<std::string> lines = sink_->lines();
+    std::erase_if(lines, [&](const std::string& line) {
+      return !std::all_of(words.begin(), words.end(),
+                          [&](const std::string& word) { return absl::StrContains(line, word); });
+    });
+    return lines;
+  }
+
+ private:
+  class Sink final : public spdlog::sinks::base_sink<std::mutex> {
+   public:
+    std::vector<std::string> lines() {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      return lines_;
+    }
+
+   private:
+    void sink_it_(const spdlog::details::log_msg& message) override {
+      lines_.emplace_back(message.payload.data(), message.payload.size());
+    }
+    void flush_() override {}
+    std::vector<std::string> lines_;
+  };
+
+  const std::shared_ptr<spdlog::logger> before_;
+  const std::shared_ptr<Sink> sink_;
+};
+
+class BlockDiskFaultsTest : public ::testing::Test {
+ protected:
+  BlockDiskFaultsTest() {
+    options_.directory = folder_.path() + "/d";
+    options_.bytes = BlockDisk::kBytesMin;
+    parts_.clock = &clock_;
+  }
+
+  std::string Segment(int number) const { return absl::StrFormat("%s/segments/%08d", options_.directory, number); }
+  std::vector<std::string> Names(const std::string& folder) const {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) names.push_back(entry.path().filename());
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+  // All together.
+  void Write(TestDisk* disk, const std::vector<TestBlock>& blocks) {
+    size_t durable = 0;
+    for (const TestBlock& block : blocks) {
+      (*disk)->Write(block.record, "p", block.sources(), [&](bool ok) { durable += ok ? 1 : 0; });
+    }
+    ASSERT_TRUE(loop_.RunUntil([&] { return durable == blocks.size(); }));
+  }
+  static void Flip(const std::string& path, uint64_t at) {
+    const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    ASSERT_GE(fd, 0);
+    uint8_t byte;
+    ASSERT_EQ(pread(fd, &byte, 1, static_cast<off_t>(at)), 1);
+    byte ^= 4;
+    ASSERT_EQ(pwrite(fd, &byte, 1, static_cast<off_t>(at)), 1);
+    ASSERT_EQ(fsync(fd), 0);
+    close(fd);
+  }
+  static std::string KeyOf(const TestBlock& block) { return block.record.name.key.ToHex(8); }
+
+  TestFolder folder_;
+  TestLoop loop_;
+  ManualClock clock_;
+  BlockDisk::Options options_;
+  BlockDiskParts parts_;
+};
+
+// RocksDB finds a part of it, and names the file that is wrong.
+TEST_F(BlockDiskFaultsTest, ADamagedIndexIsReadInPartAndSetAsideByTheNextStart) {
+  std::vector<TestBlock> blocks;
+  for (int i = 0; i < 1000; ++i) blocks.push_back(MakeTestBlock(1, i, 1, 100));
+  {
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    ASSERT_NO_FATAL_FAILURE(Write(&disk, blocks));
+  }
+  {
+    TestDisk disk(&loop_, options_, parts_);  // which puts the log's records into a table
+    ASSERT_TRUE(disk.Load()) << disk.status();
+  }
+  std::filesystem::path table;
+  for (const auto& entry : std::filesystem::directory_iterator(options_.directory + "/index")) {
+    if (entry.path().extension() != ".sst") continue;
+    if (table.empty() || entry.file_size() > std::filesystem::file_size(table)) table = entry.path();
+  }
+  ASSERT_FALSE(table.empty());
+  Flip(table, std::filesystem::file_size(table) / 2);
+  {
+    CapturedLog log;
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    EXPECT_GT(disk->use().blocks, 0u);
+    EXPECT_LT(disk->use().blocks, blocks.size());
+    EXPECT_STREQ(disk->state(), "its index is damaged: nothing is written until the next start");
+    EXPECT_FALSE(disk->TakesWrites());
+    EXPECT_FALSE(disk.Write(MakeTestBlock(2, 1)));
+    EXPECT_EQ(disk.metrics().errors("index").Value(), 1.0);
+    EXPECT_EQ(
+        log.Lines({"the disk's index in " + options_.directory + " is damaged", table.filename(), "restart"}).size(),
+        1u);
+  }
+  CapturedLog log;
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  EXPECT_EQ(disk->use().blocks, 0u);
+  EXPECT_STREQ(disk->state(), "ready");
+  EXPECT_EQ(disk.metrics().set_aside.Value(), 1.0);
+  const auto lines =
+      log.Lines({"is damaged", table.filename(), "moved to " + options_.directory + "/set-aside-", "Remove"});
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_FALSE(absl::StrContains(lines[0], "version"));
+  EXPECT_TRUE(disk.Write(blocks[0]));
+}
+
+TEST_F(BlockDiskFaultsTest, AnIndexOfAnotherVersionCanBePutBack) {
+  {
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+  }
+  {
+    absl::StatusOr<std::unique_ptr<IndexDb>> db = IndexDb::Open(options_.directory + "/index", nullptr);
+    ASSERT_TRUE(db.ok()) << db.status();
+    (*db)->Put("meta", "kvmanager disk index 2");
+    ASSERT_TRUE((*db)->Commit().ok());
+  }
+  CapturedLog log;
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  const auto lines = log.Lines({"of another version", "kvmanager disk index 2", "move those back"});
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_FALSE(absl::StrContains(lines[0], "damaged"));
+}
+
+TEST_F(BlockDiskFaultsTest, AnErrorAtTheStartNamesTheOptionAndTheFolder) {
+  ASSERT_EQ(mkdir(options_.directory.c_str(), 0700), 0);
+  std::ofstream(options_.directory + "/index") << "a file where RocksDB wants a folder";
+  const absl::Status status = TestDisk(&loop_, options_, parts_).status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_EQ(DetailOf(status).field, "--disk-path");
+  EXPECT_TRUE(absl::StartsWith(status.message(), "--disk-path is " + options_.directory + " (")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "mounted read-write")) << status;
+}
+
+}  // namespace
+}  // namespace kvmanager::testing
