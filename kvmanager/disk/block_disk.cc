@@ -10,6 +10,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/disk/bad_block_log.h"
 #include "kvmanager/disk/block_disk_parts.h"
 #include "kvmanager/disk/disk_committer.h"
 #include "kvmanager/disk/disk_folder.h"
@@ -87,9 +88,10 @@ class BlockDiskImpl final : public BlockDisk {
     return index_.Retain(cache, key, retention);
   }
 
-  void EndRetentions() override {
+  void Look() override {
     const RetainingEviction::Use use = index_.EndRetentions();
     metrics_->ShowRetained(use.blocks, use.bytes);
+    bad_blocks_.NoteLeftOut();
   }
 
   const char* state() const override { return loaded_ ? gate_.state() : "reading its index"; }
@@ -114,7 +116,7 @@ class BlockDiskImpl final : public BlockDisk {
     if (is_sound) job->layout = RecordLayout::Of(job->page_bytes);
     // A new record takes the place of one that cannot be read.
     DiskEntry* const old = index_.Find(id.cache, id.key);
-    if (old != nullptr && failed_reads_.Has(id, clock_->NowNs())) RemoveFromIndex(old);
+    if (old != nullptr && failed_reads_.Has(id, clock_->NowNs())) RemoveFromIndex(old, DiskLoss::kWrong);
     // A name that is there, or a record that CanWrite would not have: refused, whatever the caller thought.
     if (!is_sound || !loaded_ || !TakesWrites() || index_.Find(id.cache, id.key) != nullptr || writing_.contains(id) ||
         !MakeRoom(job->layout.bytes)) {
@@ -149,9 +151,9 @@ class BlockDiskImpl final : public BlockDisk {
     for (const Target& target : targets) job->page_bytes.push_back(target.bytes);
     if (IsRecord(job->page_bytes)) job->layout = RecordLayout::Of(job->page_bytes);
     if (targets.size() != index_.Describe(*entry)->layers || job->layout.bytes != entry->bytes) {
-      metrics_->errors("loss").Increment();
-      RemoveFromIndex(entry);
-      return refuse(absl::DataLossError("the record has pages of other sizes"));
+      constexpr char kWhat[] = "the record has pages of other sizes";
+      RemoveBad(entry, DiskLoss::kWrong, kWhat);
+      return refuse(absl::DataLossError(kWhat));
     }
     for (const Target& target : targets) job->targets.push_back(target.to);
     job->place = entry->place();
@@ -176,12 +178,18 @@ class BlockDiskImpl final : public BlockDisk {
       committer_->Delete(IndexKey(cache, key));  // it may be in a batch that is being written
     }
     if (DiskEntry* const entry = index_.Find(cache, key)) {
-      RemoveFromIndex(entry);
+      RemoveFromIndex(entry, DiskLoss::kWrong);
     } else if (!loaded_) {
       committer_->Delete(IndexKey(cache, key));
       erased_early_.blocks.insert({cache, key});
     }
     ShowUse();
+  }
+
+  void EraseBad(const CacheDigest& cache, const BlockKey& key, const DiskBadPage& page) override {
+    if (DiskEntry* const entry = index_.Find(cache, key)) {
+      RemoveBad(entry, DiskLoss::kChecksum, BadBlockLog::Describe(page));
+    }
   }
 
   uint64_t EraseCache(const CacheDigest& cache) override {
@@ -261,10 +269,16 @@ class BlockDiskImpl final : public BlockDisk {
     return true;
   }
 
-  void RemoveFromIndex(DiskEntry* entry) {
+  void RemoveFromIndex(DiskEntry* entry, DiskLoss loss) {
     committer_->Delete(IndexKey(index_.CacheOf(*entry), entry->key()));
-    Remove(entry, DiskLoss::kWrong);
+    Remove(entry, loss);
     ShowUse();
+  }
+
+  void RemoveBad(DiskEntry* entry, DiskLoss loss, absl::string_view what) {
+    metrics_->errors("loss").Increment();
+    bad_blocks_.Note(entry->key(), entry->place(), what, /*goes=*/true);
+    RemoveFromIndex(entry, loss);
   }
 
   // Its name has left the database, or is about to.
@@ -364,13 +378,12 @@ class BlockDiskImpl final : public BlockDisk {
     if (!index_.EndRead(entry)) Dispose(entry);
     absl::Status status = job->status;
     if (!status.ok() && !was_gone) {
-      metrics_->errors(absl::IsDataLoss(status) ? "loss" : "read").Increment();
-      spdlog::warn("a block of the disk could not be read ({}){}", std::string(status.message()),
-                   job->is_lost ? ": it goes" : "");
-      if (job->is_lost && !entry->gone) {
-        RemoveFromIndex(entry);
-      } else if (!job->is_lost) {
+      if (!job->is_lost) {
+        metrics_->errors("read").Increment();
+        bad_blocks_.Note(job->key, job->place, status.message(), /*goes=*/false);
         failed_reads_.Note({job->cache, job->key}, clock_->NowNs());
+      } else {
+        RemoveBad(entry, DiskLoss::kWrong, status.message());
       }
     }
     if (was_gone) status = absl::NotFoundError("the block was erased while it was read");
@@ -399,7 +412,7 @@ class BlockDiskImpl final : public BlockDisk {
     for (const uint32_t number : batch.order) index_.Learn(index_.At(number));
     for (const uint32_t number : batch.overlapping) {
       metrics_->errors("index").Increment();
-      if (!index_.At(number)->gone) RemoveFromIndex(index_.At(number));
+      if (!index_.At(number)->gone) RemoveFromIndex(index_.At(number), DiskLoss::kWrong);
     }
     if (batch.is_last) FinishLoading(batch);
     ShowUse();
@@ -446,6 +459,7 @@ class BlockDiskImpl final : public BlockDisk {
   std::deque<std::shared_ptr<WriteJob>> ended_;  // that the committer has done with
   uint64_t writing_bytes_ = 0, reading_bytes_ = 0;
 
+  BadBlockLog bad_blocks_{&files_, clock_};
   mutable WriteGate gate_{&folder_, clock_, metrics_};
   FailedReads failed_reads_;
   bool loaded_ = false;

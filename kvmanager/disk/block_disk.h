@@ -58,8 +58,15 @@ struct DiskBlock {
   bool IsRaw(uint32_t layer) const { return (raw[layer / 8] >> (layer % 8) & 1) != 0; }
 };
 
-/// Why a block is found no more: room was short, its cache or all was erased, or its record is wrong.
-enum class DiskLoss : uint8_t { kEvicted, kErased, kWrong };
+/// A page whose reader found bytes that are not those that were written.
+struct DiskBadPage {
+  uint32_t layer = 0;
+  uint64_t checksum = 0;  // of its bytes
+  uint64_t expected = 0;  // that the record's header has; equal: they are as written, and none that a page may have
+};
+
+/// Why a block is found no more: room was short, its cache or all was erased, its record is wrong, or a page of it.
+enum class DiskLoss : uint8_t { kEvicted, kErased, kWrong, kChecksum };
 
 class BlockDisk {
  public:
@@ -93,8 +100,8 @@ class BlockDisk {
   /// How long a block is kept (RetainingEviction), from now on and until the daemon ends; until_ns is of the clock that
   /// the disk was given, or of SteadyClock. Returns the bytes of its record; 0: there is none that is durable.
   virtual uint64_t Retain(const CacheDigest& cache, const BlockKey& key, const Retention& retention) = 0;
-  /// Notices some retentions that have ended: to be called now and then.
-  virtual void EndRetentions() = 0;
+  /// To be called now and then, once a second: notices retentions that have ended.
+  virtual void Look() = 0;
 
   /// Whether it takes records, now or once others are written: not for a while after an error.
   virtual bool TakesWrites() const = 0;
@@ -118,9 +125,10 @@ class BlockDisk {
   virtual void Read(const CacheDigest& cache, const BlockKey& key, std::vector<Target> targets,
                     absl::AnyInvocable<void(absl::StatusOr<std::vector<uint64_t>>)> done) = 0;
 
-  /// Its bytes were not what the header says, or it is to go. Not found from now on; nor after a crash, but for one
-  /// within the milliseconds until the index has it.
+  /// Not found from now on; nor after a crash, but for one within the milliseconds until the index has it.
   virtual void Erase(const CacheDigest& cache, const BlockKey& key) = 0;
+  /// A page that was read is bad: the block goes as by Erase, is counted, and has a line in the log.
+  virtual void EraseBad(const CacheDigest& cache, const BlockKey& key, const DiskBadPage& page) = 0;
   /// All of a cache, or all; also those on their way. Returns how many were found.
   virtual uint64_t EraseCache(const CacheDigest& cache) = 0;
   virtual uint64_t EraseAll() = 0;

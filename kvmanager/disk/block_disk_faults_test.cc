@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "gtest/gtest.h"
+#include "kvmanager/base/log_limit.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/disk/disk_testing.h"
 #include "kvmanager/disk/index_db.h"
@@ -107,6 +108,71 @@ class BlockDiskFaultsTest : public ::testing::Test {
   BlockDisk::Options options_;
   BlockDiskParts parts_;
 };
+
+TEST_F(BlockDiskFaultsTest, ABadRecordHasALineThatSaysWhereItIs) {
+  constexpr int kBlocks = 47;
+  std::vector<TestBlock> blocks;
+  std::vector<uint64_t> places;
+  uint64_t end = 0;
+  for (int i = 0; i < kBlocks; ++i) {
+    blocks.push_back(MakeTestBlock(1, i, 2, 5000));
+    places.push_back(end);
+    end += RecordLayout::Of({blocks[i].record.pages[0].bytes, blocks[i].record.pages[1].bytes}).bytes;
+  }
+  {
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    for (const TestBlock& block : blocks) ASSERT_TRUE(disk.Write(block));
+  }
+  for (const uint64_t place : places) Flip(Segment(1), place + 50);  // in its key
+  CapturedLog log;
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  for (const TestBlock& block : blocks) EXPECT_TRUE(absl::IsDataLoss(disk.Read(block)));
+  EXPECT_EQ(disk.metrics().errors("loss").Value(), double{kBlocks});
+  EXPECT_EQ(log.Lines({"is bad"}).size(), size_t{LogLimit::kLinesMax});
+  for (int i = 0; i < LogLimit::kLinesMax; ++i) {
+    const std::string where = absl::StrCat("at byte ", places[i], " of ", Segment(1), ".");
+    EXPECT_EQ(log.Lines({"block " + KeyOf(blocks[i]), "record header: it has checksum ", where}).size(), 1u) << i;
+  }
+  clock_.AdvanceNs(LogLimit::kNs);
+  disk->Look();
+  disk->Look();
+  EXPECT_EQ(log.Lines({absl::StrCat(kBlocks - LogLimit::kLinesMax, " more blocks of the disk were bad")}).size(), 1u);
+  disk->CheckInvariants();
+}
+
+TEST_F(BlockDiskFaultsTest, ABadPageHasALineAndLosesItsBlock) {
+  const TestBlock bad = MakeTestBlock(1, 1, 3, 5000), good = MakeTestBlock(1, 2, 3, 5000);
+  {
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    ASSERT_TRUE(disk.Write(good));
+    ASSERT_TRUE(disk.Write(bad));
+    std::vector<DiskLoss> losses;
+    disk->OnGone([&](const CacheDigest&, const BlockKey& key, DiskLoss loss) {
+      EXPECT_EQ(key, bad.record.name.key);
+      losses.push_back(loss);
+    });
+    CapturedLog log;
+    const auto erase = [&] { disk->EraseBad(bad.record.cache, bad.record.name.key, {.layer = 2, .checksum = 0xabc}); };
+    erase();
+    erase();  // it is there no more
+    EXPECT_EQ(losses, std::vector<DiskLoss>{DiskLoss::kChecksum});
+    EXPECT_FALSE(disk.Has(bad));
+    EXPECT_EQ(disk.metrics().errors("loss").Value(), 1.0);
+    EXPECT_EQ(log.Lines({"is bad"}).size(), 1u);
+    EXPECT_EQ(log.Lines({"block " + KeyOf(bad),
+                         "the page of layer 2 has checksum 0000000000000abc, its header says 0000000000000000",
+                         " of " + Segment(1) + "."})
+                  .size(),
+              1u);
+  }
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  EXPECT_FALSE(disk.Has(bad));
+  EXPECT_TRUE(disk.Read(good).ok());
+}
 
 // RocksDB finds a part of it, and names the file that is wrong.
 TEST_F(BlockDiskFaultsTest, ADamagedIndexIsReadInPartAndSetAsideByTheNextStart) {

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "kvmanager/base/checksum.h"
 
 namespace kvmanager {
@@ -102,7 +103,8 @@ absl::StatusOr<DiskRecord> ParseRecordHeader(absl::Span<const uint8_t> bytes) {
   if (Load<uint32_t>(from + 12) != RecordHeaderBytes(pages)) return Wrong("its length is not that of its pages");
   const uint64_t end = kFixedBytes + kPageBytes * pages;
   if (bytes.size() < RecordHeaderBytes(pages)) return Wrong("it is cut off");
-  if (Load<uint64_t>(from + end) != Checksum(from, end)) return Wrong("its checksum differs");
+  const auto said = Load<uint64_t>(from + end), is = Checksum(from, end);
+  if (is != said) return Wrong(absl::StrFormat("it has checksum %016x, and says %016x", is, said));
   if (Load<uint32_t>(from + 124) != 0) return Wrong("a reserved field is not 0");
   DiskRecord record;
   record.cache = LoadDigest(from + 16);

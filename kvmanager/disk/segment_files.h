@@ -60,10 +60,9 @@ class SegmentFiles {
   int Sync(uint32_t segment);
   int Punch(const SegmentPlace& place);
   int Unlink(uint32_t segment);
-
- private:
   std::string PathOf(uint32_t segment) const;
 
+ private:
   const std::string folder_;
   DiskFiles* const files_;
   std::atomic<bool> is_new_{false};  // a file of the folder, which may be gone after a power cut

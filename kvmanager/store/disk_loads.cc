@@ -247,8 +247,8 @@ void DiskLoads::Land(Block* target, bool read, absl::Span<const MovingPage> page
   reading_bytes_ -= reading.bytes;
   Cache& cache = *reading.cache;
   cache.arriving.erase(reading.name.key);
-  const bool refused = std::any_of(pages.begin(), pages.end(), [](const MovingPage& page) { return page.refused; });
-  if (read && !refused) {
+  const auto refused = std::find_if(pages.begin(), pages.end(), [](const MovingPage& page) { return page.refused; });
+  if (read && refused == pages.end()) {
     for (const MovingPage& moving : pages) {
       const Page& page = moving.to.page();
       parts_.blocks->Apply(moving.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moving.raw, moving.checksum});
@@ -260,9 +260,9 @@ void DiskLoads::Land(Block* target, bool read, absl::Span<const MovingPage> page
     }
   } else {
     target->corrupt = true;
-    if (refused) {
+    if (refused != pages.end()) {
       parts_.metrics->checksum_failures.Increment();
-      parts_.disk->Erase(cache.digest, reading.name.key);
+      parts_.disk->EraseBad(cache.digest, reading.name.key, {refused->to.layer, refused->checksum, refused->expected});
     }
   }
   parts_.blocks->ForgetHolder(target);

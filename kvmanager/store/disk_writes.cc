@@ -38,6 +38,20 @@ bool IsOnDisk(const DiskWrites::Parts& parts, Block* block) {
   return true;
 }
 
+GoneReason ReasonOf(DiskLoss loss) {
+  switch (loss) {
+    case DiskLoss::kEvicted:
+      return GoneReason::kEvicted;
+    case DiskLoss::kErased:
+      return GoneReason::kPurged;
+    case DiskLoss::kWrong:
+      return GoneReason::kDiskRecord;
+    case DiskLoss::kChecksum:
+      return GoneReason::kChecksum;
+  }
+  return GoneReason::kDiskRecord;
+}
+
 }  // namespace
 
 class DiskWrites::Waiting final : public EncodeWaiter {
@@ -254,11 +268,8 @@ uint64_t DiskWrites::NotePurge(const CacheDigest* digest) {
 void DiskWrites::OnGone(const CacheDigest& digest, const BlockKey& key, DiskLoss loss) {
   const std::shared_ptr<Cache> cache = parts_.caches->FindIn(digest, parts_.host);
   GoneBlocks::Note note{.tier = kDiskTier};
-  if (loss != DiskLoss::kEvicted) {
-    note.reason = loss == DiskLoss::kErased ? GoneReason::kPurged : GoneReason::kDiskRecord;
-  } else if (taker_ != nullptr) {
-    note.taker = taker_->tenant_label;
-  }
+  note.reason = ReasonOf(loss);
+  if (loss == DiskLoss::kEvicted && taker_ != nullptr) note.taker = taker_->tenant_label;
   if (cache != nullptr) {
     note.cache = cache->id;
     note.owner = cache->tenant_label;

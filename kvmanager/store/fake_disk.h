@@ -40,7 +40,7 @@ class FakeDisk final : public BlockDisk {
     found->second.block.retention = retention;
     return kRetainedBytes;
   }
-  void EndRetentions() override {}
+  void Look() override {}
   bool TakesWrites() const override { return takes; }
   bool CanWrite(uint64_t) const override { return takes && writes_.size() < writes_max; }
   void Write(DiskRecord record, absl::string_view payer, std::vector<const uint8_t*> sources,
@@ -56,6 +56,10 @@ class FakeDisk final : public BlockDisk {
     reads_.push_back({{cache, key}, std::move(targets), std::move(done)});
   }
   void Erase(const CacheDigest& cache, const BlockKey& key) override { Remove({cache, key}, DiskLoss::kWrong); }
+  void EraseBad(const CacheDigest& cache, const BlockKey& key, const DiskBadPage& page) override {
+    bad_pages.push_back(page);
+    Remove({cache, key}, DiskLoss::kChecksum);
+  }
   uint64_t EraseCache(const CacheDigest& cache) override {
     return EraseIf([&](const Name& name) { return name.first == cache; });
   }
@@ -123,6 +127,7 @@ class FakeDisk final : public BlockDisk {
   bool takes = true;
   size_t writes_max = SIZE_MAX;
   uint64_t uses = 0;
+  std::vector<DiskBadPage> bad_pages;  // that EraseBad was told
 
  private:
   struct Writing {

@@ -21,7 +21,8 @@
 
 namespace kvmanager {
 
-/// Why a block lost its name. kDiskRecord: its record on the disk was wrong, or could not be read again.
+/// Why a block lost its name. kChecksum: a page of it had other bytes than its checksum says, in memory or (kDiskTier)
+/// on the disk. kDiskRecord: the header of its record on the disk was wrong, or the file that had it was cut or gone.
 enum class GoneReason : uint8_t { kEvicted = 0, kPurged, kChecksum, kDiskRecord };
 
 /// Beside CacheConfig::device, where a block was.

@@ -26,7 +26,7 @@ void LookAt(const Cache& cache, MovingPage& page) {
   if (!page.stays) return;
   const uint64_t checksum = Checksum(page.target, page.bytes);
   page.refused |= (page.must_match || page.checksum != 0) && page.checksum != checksum;
-  page.checksum = checksum;
+  page.expected = std::exchange(page.checksum, checksum);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@
 
 namespace kvmanager {
 
-/// One form of one page on its way. Workers write the last two, the rest is as it was made.
+/// One form of one page on its way. Workers write `checksum` and what is behind it, the rest is as it was made.
 struct MovingPage {
   PageRef to;
   const uint8_t* source = nullptr;
@@ -27,8 +27,9 @@ struct MovingPage {
   bool raw = false;         // the form: raw, or encoded
   bool stays = true;        // the checksum is of this form; false: of the raw form beside the encoded one
   int open_tokens = 0;      // > 0: of an open page, whose other tokens become zeros
-  uint64_t checksum = 0;    // XXH3-64 of the source; 0: not known. Of what came to the host once it has landed
   bool must_match = false;  // the checksum is known, whatever it is
+  uint64_t checksum = 0;    // XXH3-64 of the source; 0: not known. Of what came to the host once it has landed
+  uint64_t expected = 0;    // what `checksum` was before that
   bool refused = false;     // bytes that no page may have, or of another checksum
 };
 

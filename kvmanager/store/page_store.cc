@@ -145,7 +145,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
       gauges.blocks->Set(static_cast<double>(kept.blocks));
       gauges.bytes->Set(static_cast<double>(kept.bytes));
     }
-    if (disk_ != nullptr) disk_->EndRetentions();
+    if (disk_ != nullptr) disk_->Look();
   }
   absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
                                                             std::vector<BlockName> names) override {

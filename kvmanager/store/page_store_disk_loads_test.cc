@@ -142,12 +142,17 @@ TEST_F(PageStoreDiskLoadsTest, AFlippedByteLosesItsBlockAndNoOther) {
   const CacheId cache = OnDiskAlone("fake", text, 4);
   const auto names = Names(cache, text, 4);
   const FakeDisk::Name wrong{store().caches().Describe(cache)->digest, names[2].key};
+  const uint64_t expected = disk_.stored.at(wrong).record.pages[1].checksum;
   disk_.stored.at(wrong).pages[1][77] ^= 4;
   const auto created = LoadAndCreate(cache, names);
   EXPECT_EQ(created.match.hit_blocks, 2);
   EXPECT_FALSE(disk_.stored.contains(wrong));  // erased
   EXPECT_EQ(disk_.stored.size(), 3u);
   EXPECT_EQ(test().store_metrics.checksum_failures.Value(), 1);
+  ASSERT_EQ(disk_.bad_pages.size(), 1u);
+  EXPECT_EQ(disk_.bad_pages[0].layer, 1u);
+  EXPECT_NE(disk_.bad_pages[0].checksum, disk_.bad_pages[0].expected);
+  EXPECT_EQ(disk_.bad_pages[0].expected, expected);
   store().Drop(created.sequence);
 }
 

@@ -253,20 +253,31 @@ TEST_F(PageStoreExplainTest, OnTheDiskAndOnTheWay) {
 
 TEST_F(PageStoreExplainTest, LostByTheDisk) {
   has_disk_ = true;
-  const Text text = MakeText(3 * kPage);
-  Publish(test().Open(MakeConfig("fake", 0)), text, 3);
+  const Text text = MakeText(4 * kPage);
+  Publish(test().Open(MakeConfig("fake", 0)), text, 4);
   Restart();
   const CacheId cache = test().Open(MakeConfig("fake", 0));
-  const auto names = Names(cache, text, 3);
+  const auto names = Names(cache, text, 4);
   const CacheDigest digest = store().caches().Describe(cache)->digest;
   disk_.Evict({digest, names[2].key});
+  disk_.Erase(digest, names[3].key);  // as if its header were wrong
   disk_.stored.at({digest, names[1].key}).pages[0][7] ^= 1;
-  Load(cache, names);
+  // The call that waited finds nothing there any more: a miss as of a block that never was, and a checksum's failure.
+  const auto created = LoadAndCreate(cache, names);
+  EXPECT_EQ(created.match.hit_blocks, 1);
+  EXPECT_EQ(created.match.reason, MissReason::kNotFound);
+  store().Drop(created.sequence);
+  const StoreMetrics& metrics = test().store_metrics;
+  EXPECT_EQ(metrics.prefix_misses[static_cast<size_t>(MissReason::kNotFound)]->Value(), 1);
+  EXPECT_EQ(metrics.prefix_misses[static_cast<size_t>(MissReason::kChecksum)]->Value(), 0);
+  EXPECT_EQ(metrics.checksum_failures.Value(), 1);
   const Explained all = Explain(cache, names);
   EXPECT_EQ(all.blocks[0].place, BlockPlace::kMemory);
-  ASSERT_TRUE(all.blocks[1].gone.has_value() && all.blocks[2].gone.has_value());
-  EXPECT_EQ(all.blocks[1].gone->reason, GoneReason::kDiskRecord);
+  for (int i = 1; i < 4; ++i) ASSERT_TRUE(all.blocks[i].gone.has_value()) << i;
+  EXPECT_EQ(all.blocks[1].gone->reason, GoneReason::kChecksum);
   EXPECT_EQ(all.blocks[1].gone->tier, kDiskTier);
+  EXPECT_EQ(all.blocks[3].gone->reason, GoneReason::kDiskRecord);
+  EXPECT_EQ(all.blocks[3].gone->tier, kDiskTier);
   EXPECT_EQ(all.blocks[2].gone->reason, GoneReason::kEvicted);
   EXPECT_EQ(all.blocks[2].gone->tier, kDiskTier);
   EXPECT_EQ(all.blocks[2].gone->owner, kLabelA);
