@@ -20,6 +20,7 @@
 #include "gtest/gtest.h"
 #include "kvmanager/base/log_limit.h"
 #include "kvmanager/disk/block_disk.h"
+#include "kvmanager/disk/disk_folder.h"
 #include "kvmanager/disk/disk_testing.h"
 #include "kvmanager/disk/index_db.h"
 #include "kvmanager/disk/record.h"
@@ -238,6 +239,64 @@ TEST_F(BlockDiskFaultsTest, AnIndexOfAnotherVersionCanBePutBack) {
   const auto lines = log.Lines({"of another version", "kvmanager disk index 2", "move those back"});
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_FALSE(absl::StrContains(lines[0], "damaged"));
+}
+
+// Only folders that this makes are removed, and nothing behind a link.
+TEST_F(BlockDiskFaultsTest, OldFoldersThatWereSetAsideAreRemoved) {
+  namespace fs = std::filesystem;
+  const fs::path directory = options_.directory, outside = folder_.path() + "/outside";
+  const auto make = [&](const fs::path& path) {
+    fs::create_directories(path.parent_path());
+    std::ofstream(path) << "x";
+  };
+  fs::create_directory(directory);
+  fs::permissions(directory, fs::perms::owner_all);
+  make(directory / "damaged");
+  make(outside / "file");
+  // Ours: the two newest stay, with the one that is to come.
+  make(directory / "set-aside-20200101T000000Z/index/1.sst");
+  make(directory / "set-aside-20200101T000000Z/segments/00000001");
+  fs::create_symlink(outside / "file", directory / "set-aside-20200101T000000Z/segments/00000002");
+  make(directory / "set-aside-20210101T000000Z/segments/00000001");
+  make(directory / "set-aside-20210101T000000Z-2/segments/00000001");
+  make(directory / "set-aside-20210101T000000Z-10/segments/00000001");
+  // Ours, with something that is not.
+  make(directory / "set-aside-20180101T000000Z/index/1.sst");
+  make(directory / "set-aside-20180101T000000Z/notes");
+  fs::create_directory(directory / "set-aside-20180102T000000Z");
+  fs::create_directory_symlink(outside, directory / "set-aside-20180102T000000Z/index");
+  // Not ours.
+  const std::vector<std::string> foreign = {"set-aside-",
+                                            "set-aside-20170101T000000",
+                                            "set-aside-20170101T000000Zx",
+                                            "set-aside-20170101T000000Z-",
+                                            "set-aside-20170101T000000Z-01",
+                                            "set-aside-20170101T000000Z-0",
+                                            "set-aside-20170101T000000Z-1001",
+                                            "set-aside-x"};
+  for (const std::string& name : foreign) make(directory / name / "index/1.sst");
+  fs::create_directory_symlink(outside, directory / "set-aside-20160101T000000Z");
+  std::ofstream(directory / "set-aside-20150101T000000Z") << "a file";
+
+  CapturedLog log;
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  EXPECT_EQ(disk.metrics().set_aside.Value(), 1.0);
+  std::vector<std::string> names = Names(directory);
+  std::erase_if(names, [](const std::string& name) { return !absl::StartsWith(name, "set-aside-202"); });
+  ASSERT_EQ(names.size(), size_t{DiskFolder::kSetAsideMax});
+  EXPECT_EQ(names[0], "set-aside-20210101T000000Z-10");
+  for (const char* const gone : {"20200101T000000Z", "20210101T000000Z", "20210101T000000Z-2"}) {
+    EXPECT_EQ(log.Lines({absl::StrCat("/set-aside-", gone, " is removed")}).size(), 1u) << gone;
+  }
+  for (const char* const stays : {"20180101T000000Z", "20180102T000000Z"}) {
+    EXPECT_EQ(log.Lines({absl::StrCat("/set-aside-", stays, " could not be removed")}).size(), 1u) << stays;
+  }
+  EXPECT_EQ(Names(directory / "set-aside-20180101T000000Z"), std::vector<std::string>{"notes"});
+  for (const std::string& name : foreign) EXPECT_TRUE(fs::exists(directory / name / "index/1.sst")) << name;
+  EXPECT_TRUE(fs::is_symlink(directory / "set-aside-20160101T000000Z"));
+  EXPECT_TRUE(fs::exists(directory / "set-aside-20150101T000000Z"));
+  EXPECT_EQ(Names(outside), std::vector<std::string>{"file"});
 }
 
 TEST_F(BlockDiskFaultsTest, AnErrorAtTheStartNamesTheOptionAndTheFolder) {

@@ -1,19 +1,27 @@
 #include "kvmanager/disk/disk_folder.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <filesystem>
+#include <optional>
 #include <system_error>
+#include <tuple>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -39,6 +47,66 @@ absl::Status SyncFolder(const std::string& path) {
   absl::Status status = synced ? absl::OkStatus() : Failed("syncing", path);
   if (fd >= 0) close(fd);
   return status;
+}
+
+// What SetAside calls a folder: set-aside-20261129T211422Z; -1 and so on behind it for others of that second.
+struct Aside {
+  std::string name, time;
+  int again = 0;
+};
+
+std::optional<Aside> ParseAside(const std::string& name) {
+  absl::string_view rest = name;
+  if (!absl::ConsumePrefix(&rest, kAsidePrefix)) return std::nullopt;
+  constexpr absl::string_view kForm = "ddddddddTddddddZ";
+  if (rest.size() < kForm.size()) return std::nullopt;
+  Aside aside{name, std::string(rest.substr(0, kForm.size()))};
+  for (size_t i = 0; i < kForm.size(); ++i) {
+    if (kForm[i] == 'd' ? !absl::ascii_isdigit(rest[i]) : rest[i] != kForm[i]) return std::nullopt;
+  }
+  rest.remove_prefix(kForm.size());
+  if (rest.empty()) return aside;
+  if (!absl::ConsumePrefix(&rest, "-") || !absl::SimpleAtoi(rest, &aside.again)) return std::nullopt;
+  const bool is_ours = aside.again >= 1 && aside.again <= kSameSecondMax && absl::StrCat(aside.again) == rest;
+  return is_ours ? std::optional(aside) : std::nullopt;
+}
+
+// The names in a folder, which is no link.
+std::vector<std::string> NamesIn(int parent, const char* name) {
+  std::vector<std::string> names;
+  const int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  DIR* const folder = fd < 0 ? nullptr : fdopendir(fd);
+  if (folder == nullptr) {
+    if (fd >= 0) close(fd);
+    return names;
+  }
+  while (const dirent* const entry = readdir(folder)) {
+    const std::string each = entry->d_name;
+    if (each != "." && each != "..") names.push_back(each);
+  }
+  closedir(folder);
+  return names;
+}
+
+bool IsFolderOfOurs(int parent, const char* name) {
+  struct stat of;
+  return fstatat(parent, name, &of, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(of.st_mode) && of.st_uid == geteuid();
+}
+
+// Removes a folder with the files in its index and segments. What else there is in it stays, and then it, too; no link
+// is followed. Returns 0 or the error.
+int RemoveAside(int parent, const char* name) {
+  const int aside = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (aside < 0) return errno;
+  for (const char* const content : kContents) {
+    if (!IsFolderOfOurs(aside, content)) continue;
+    const int folder = openat(aside, content, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    for (const std::string& file : NamesIn(aside, content)) (void)unlinkat(folder, file.c_str(), 0);
+    if (folder >= 0) close(folder);
+    (void)unlinkat(aside, content, AT_REMOVEDIR);
+  }
+  close(aside);
+  return unlinkat(parent, name, AT_REMOVEDIR) == 0 ? 0 : errno;
 }
 
 }  // namespace
@@ -80,7 +148,28 @@ absl::Status DiskFolder::MarkDamaged(absl::string_view why) const {
   return SyncFolder(folder_.path());
 }
 
+void DiskFolder::RemoveOldAsides() const {
+  const int folder = open(folder_.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return;
+  std::vector<Aside> asides;
+  for (const std::string& name : NamesIn(folder, ".")) {
+    std::optional<Aside> aside = ParseAside(name);
+    if (aside.has_value() && IsFolderOfOurs(folder, name.c_str())) asides.push_back(*std::move(aside));
+  }
+  std::sort(asides.begin(), asides.end(),
+            [](const Aside& a, const Aside& b) { return std::tie(b.time, b.again) < std::tie(a.time, a.again); });
+  for (size_t i = kSetAsideMax - 1; i < asides.size(); ++i) {
+    const std::string path = absl::StrCat(folder_.path(), "/", asides[i].name);
+    spdlog::warn("{} is removed, which was set aside before: of such folders the newest {} are kept", path,
+                 kSetAsideMax);
+    const int error = RemoveAside(folder, asides[i].name.c_str());
+    if (error != 0) spdlog::warn("{} could not be removed ({}): remove it", path, std::strerror(error));
+  }
+  close(folder);
+}
+
 absl::Status DiskFolder::SetAside(const absl::Status& why) const {
+  RemoveOldAsides();
   const std::time_t now = std::time(nullptr);
   std::tm utc;
   char time[32];

@@ -4,7 +4,7 @@
 //   index/        RocksDB
 //   segments/     the records
 //   damaged       the index was found damaged while it was read, and how: the next start sets it aside
-//   set-aside-T/  index/ and segments/ of a time T, which nobody uses again
+//   set-aside-T/  index/ and segments/ of a time T, which nobody uses again; the newest kSetAsideMax are kept
 #pragma once
 
 #include <memory>
@@ -22,6 +22,8 @@ namespace kvmanager {
 
 class DiskFolder {
  public:
+  static constexpr size_t kSetAsideMax = 2;
+
   /// LockedFolder's, which errors name --disk-path.
   static absl::StatusOr<DiskFolder> Open(const std::string& path);
 
@@ -35,11 +37,12 @@ class DiskFolder {
   bool has_segments() const;
   absl::Status MarkDamaged(absl::string_view why) const;
   /// Renames index and segments, and says in the log why and what to do: by why's code, whether they are damaged, or
-  /// (UNIMPLEMENTED) of another version.
+  /// (UNIMPLEMENTED) of another version. Older folders that were set aside are removed first, but for the newest.
   absl::Status SetAside(const absl::Status& why) const;
 
  private:
   explicit DiskFolder(LockedFolder folder) : folder_(std::move(folder)) {}
+  void RemoveOldAsides() const;
 
   LockedFolder folder_;
 };
