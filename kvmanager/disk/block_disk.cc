@@ -49,9 +49,11 @@ class BlockDiskImpl final : public BlockDisk {
     index_.SetLoading(true);
     begun_ns_ = clock_->NowNs();
     committer_ = std::make_unique<DiskCommitter>(
-        DiskCommitter::Parts{&files_, db_.get(), [this](DiskCommitter::Results results) {
+        DiskCommitter::Parts{&files_, db_.get(),
+                             [this](DiskCommitter::Results results) {
                                Post([this, results = std::move(results)]() mutable { OnResults(std::move(results)); });
-                             }});
+                             },
+                             [watch = FolderWatch(folder_)] { return watch.Check(); }});
     std::unique_ptr<DiskIo> io = parts.make_io ? parts.make_io() : MakeUringIo();
     if (io == nullptr) {
       spdlog::info("io_uring is refused here: the disk is read and written by threads");
@@ -92,6 +94,7 @@ class BlockDiskImpl final : public BlockDisk {
     const RetainingEviction::Use use = index_.EndRetentions();
     metrics_->ShowRetained(use.blocks, use.bytes);
     bad_blocks_.NoteLeftOut();
+    committer_->Look();
   }
 
   const char* state() const override { return loaded_ ? gate_.state() : "reading its index"; }
@@ -328,6 +331,10 @@ class BlockDiskImpl final : public BlockDisk {
     }
     for (const SegmentPlace& place : results.unpunched) space_.Stays(place);
     if (!results.error.ok()) gate_.NoteError(results.failed_at, results.error);
+    if (!results.folder.ok() && !files_.has_left()) {
+      files_.Leave();
+      gate_.NoteFolderGone(results.folder);
+    }
     if (!goes_on) EndSomeWrites();
     for (auto& notify : results.notified) notify();
   }

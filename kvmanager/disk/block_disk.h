@@ -88,7 +88,7 @@ class BlockDisk {
 
   /// All records of the last start are known. Before that some are found already.
   virtual bool loaded() const = 0;
-  /// For people: "ready", "reading its index", or what is wrong.
+  /// For people: "ready", "reading its index", or what is wrong, and whether it takes records then.
   virtual const char* state() const = 0;
 
   /// The block of this name, if a record of it is durable; until the next call of anything here. nullptr: there is
@@ -100,10 +100,12 @@ class BlockDisk {
   /// How long a block is kept (RetainingEviction), from now on and until the daemon ends; until_ns is of the clock that
   /// the disk was given, or of SteadyClock. Returns the bytes of its record; 0: there is none that is durable.
   virtual uint64_t Retain(const CacheDigest& cache, const BlockKey& key, const Retention& retention) = 0;
-  /// To be called now and then, once a second: notices retentions that have ended.
+  /// To be called now and then, once a second: notices retentions that have ended, and has a thread of its own look
+  /// whether its folder is still there.
   virtual void Look() = 0;
 
-  /// Whether it takes records, now or once others are written: not for a while after an error.
+  /// Whether it takes records, now or once others are written: not for a while after an error, nor any more once its
+  /// index was found damaged or its folder has gone.
   virtual bool TakesWrites() const = 0;
   /// Whether a record of `page_bytes` would be taken now: not while much is on its way, nor for a while after an error.
   virtual bool CanWrite(uint64_t page_bytes) const = 0;

@@ -299,6 +299,82 @@ TEST_F(BlockDiskFaultsTest, OldFoldersThatWereSetAsideAreRemoved) {
   EXPECT_EQ(Names(outside), std::vector<std::string>{"file"});
 }
 
+TEST_F(BlockDiskFaultsTest, ASegmentThatIsRemovedWhileItIsWrittenIsNoticed) {
+  const TestBlock before = MakeTestBlock(1, 1), lost = MakeTestBlock(1, 2), after = MakeTestBlock(1, 3);
+  {
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    ASSERT_TRUE(disk.Write(before));
+    CapturedLog log;
+    ASSERT_EQ(unlink(Segment(1).c_str()), 0);
+    EXPECT_FALSE(disk.Write(lost));
+    EXPECT_EQ(disk.metrics().errors("sync").Value(), 1.0);
+    EXPECT_EQ(log.Lines({"the disk failed", Segment(1) + " was removed"}).size(), 1u);
+    EXPECT_STREQ(disk->state(), "nothing is written for a while, after an error");
+    clock_.AdvanceNs(1000000000);
+    EXPECT_TRUE(disk.Write(after));
+    disk->CheckInvariants();
+  }
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  EXPECT_FALSE(disk.Has(before));
+  EXPECT_FALSE(disk.Has(lost));
+  EXPECT_TRUE(disk.Read(after).ok());
+}
+
+TEST_F(BlockDiskFaultsTest, AFolderThatIsRemovedIsNoticed) {
+  for (const char* const what : {"", "/index", "/segments", "/lock"}) {
+    SCOPED_TRACE(what);
+    const TestBlock block = MakeTestBlock(1, 1), more = MakeTestBlock(1, 2);
+    {
+      TestDisk disk(&loop_, options_, parts_);
+      ASSERT_TRUE(disk.Load()) << disk.status();
+      if (!disk.Has(block)) {
+        ASSERT_TRUE(disk.Write(block));
+      }
+      CapturedLog log;
+      disk->Look();
+      ASSERT_TRUE(disk.Read(block).ok());  // behind the look, perhaps
+      std::filesystem::remove_all(options_.directory + what);
+      disk->Look();
+      ASSERT_TRUE(loop_.RunUntil([&] { return !disk->TakesWrites(); }));
+      EXPECT_STREQ(disk->state(), "its folder was removed or replaced: nothing is written until the next start");
+      EXPECT_FALSE(disk.Write(more));
+      EXPECT_TRUE(disk.Read(block).ok());  // of the file that is open
+      for (int again = 0; again < 3; ++again) disk->Look();
+      disk.Close();
+      EXPECT_EQ(disk.metrics().errors("write").Value(), 1.0);
+      EXPECT_EQ(log.Lines({"the disk's folder " + options_.directory, " is gone"}).size(), 1u);
+    }
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    EXPECT_STREQ(disk->state(), "ready");
+    ASSERT_FALSE(disk.Has(more));
+  }
+}
+
+// It is another daemon's by then.
+TEST_F(BlockDiskFaultsTest, AFolderThatTookThePlaceIsLeftAlone) {
+  const TestBlock block = MakeTestBlock(1, 1, 1, 8 << 20);
+  ASSERT_GT(block.pages[0].size(), size_t{1} << 20);  // its segment is removed once it is empty
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  ASSERT_TRUE(disk.Write(block));
+  std::filesystem::rename(options_.directory, options_.directory + ".old");
+  std::filesystem::create_directories(options_.directory + "/segments");
+  std::filesystem::create_directory(options_.directory + "/index");
+  std::ofstream(options_.directory + "/lock") << "";
+  std::ofstream(Segment(1)) << "theirs";
+  CapturedLog log;
+  disk->Look();
+  ASSERT_TRUE(loop_.RunUntil([&] { return !disk->TakesWrites(); }));
+  EXPECT_EQ(log.Lines({"the disk's folder " + options_.directory, " is another than at the start"}).size(), 1u);
+  EXPECT_EQ(disk->EraseAll(), 1u);
+  disk.Close();
+  EXPECT_EQ(std::filesystem::file_size(Segment(1)), 6u);
+  EXPECT_EQ(Names(options_.directory + "/segments").size(), 1u);
+}
+
 TEST_F(BlockDiskFaultsTest, AnErrorAtTheStartNamesTheOptionAndTheFolder) {
   ASSERT_EQ(mkdir(options_.directory.c_str(), 0700), 0);
   std::ofstream(options_.directory + "/index") << "a file where RocksDB wants a folder";

@@ -68,14 +68,30 @@ void DiskCommitter::TryAgain() {
   added_.notify_one();
 }
 
+void DiskCommitter::Look() {
+  {
+    MutexLock lock(mutex_);
+    look_ = true;
+  }
+  added_.notify_one();
+}
+
+void DiskCommitter::LookAtFolder() {
+  Results results;
+  results.folder = parts_.look();
+  if (!results.folder.ok()) parts_.on_results(std::move(results));
+}
+
 void DiskCommitter::Run() {
   for (;;) {
     std::vector<Op> ops;
+    bool again, looks;
     {
       MutexLock lock(mutex_);
-      while (ops_.empty() && !stop_ && !again_ && leaving_.empty()) lock.Wait(added_);
+      while (ops_.empty() && !stop_ && !again_ && !look_ && leaving_.empty()) lock.Wait(added_);
       if (ops_.empty() && stop_) break;
-      again_ = false;
+      again = std::exchange(again_, false);
+      looks = std::exchange(look_, false);
       if (ops_.size() <= kOpsMax) {
         ops.swap(ops_);
       } else {
@@ -83,8 +99,9 @@ void DiskCommitter::Run() {
         ops_.erase(ops_.begin(), ops_.begin() + kOpsMax);
       }
     }
+    if (looks) LookAtFolder();
     const size_t changes = std::count_if(ops.begin(), ops.end(), [](const Op& op) { return IsChange(op.kind); });
-    if (!ops.empty() || !failed_.empty()) Commit(std::move(ops));
+    if (!ops.empty() || (again && !failed_.empty())) Commit(std::move(ops));
     GiveBack(changes + kGivenAtOnce);
   }
   if (!failed_.empty()) Commit({});
@@ -103,7 +120,10 @@ void DiskCommitter::Sync(const std::vector<Op>& ops, Results* results) {
       const int error = Fails(Failpoint::kDiskSync) ? -EIO : parts_.files->Sync(segment);
       if (error != 0) {
         lost_segments_.insert(segment);
-        job.status = FileError(absl::StrCat("syncing segment ", segment), error);
+        job.status = error == -ENOENT
+                         ? absl::UnavailableError(absl::StrCat(parts_.files->PathOf(segment),
+                                                               " was removed by somebody else, with blocks in it"))
+                         : FileError(absl::StrCat("syncing segment ", segment), error);
         job.failed_at = "sync";
         continue;
       }

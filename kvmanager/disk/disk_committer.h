@@ -45,11 +45,13 @@ class DiskCommitter {
     absl::Status error;                   // of something else than these writes
     const char* failed_at = "";
     std::vector<absl::AnyInvocable<void()>> notified;  // Notify's, with what came of it
+    absl::Status folder;                               // Look's, if it is not OK
   };
   struct Parts {
     SegmentFiles* files = nullptr;  // these outlive it
     IndexDb* db = nullptr;
     std::function<void(Results)> on_results;  // on its thread
+    std::function<absl::Status()> look;       // likewise: whether the disk's folder is still there
   };
   explicit DiskCommitter(Parts parts);
   /// Ends what was added; tries everything once.
@@ -67,6 +69,8 @@ class DiskCommitter {
   void Notify(absl::AnyInvocable<void(absl::Status)> done);
   /// Tries once more what has failed.
   void TryAgain();
+  /// Looks whether the disk's folder is there: on_results is told if it is not.
+  void Look();
 
  private:
   enum class Kind : uint8_t { kPut, kDelete, kDeletePrefix, kPunch, kUnlink, kNotify };
@@ -83,6 +87,7 @@ class DiskCommitter {
   void Run();
   void Commit(std::vector<Op> ops);
   void Sync(const std::vector<Op>& ops, Results* results);
+  void LookAtFolder();
   /// The first of `leaving_`, at most so many.
   void GiveBack(size_t places_max);
 
@@ -91,6 +96,7 @@ class DiskCommitter {
   std::condition_variable added_;
   std::vector<Op> ops_ ABSL_GUARDED_BY(mutex_);
   bool stop_ ABSL_GUARDED_BY(mutex_) = false, again_ ABSL_GUARDED_BY(mutex_) = false;
+  bool look_ ABSL_GUARDED_BY(mutex_) = false;
 
   // The thread's.
   std::vector<Op> failed_;                            // removals, and places to give back behind them

@@ -16,7 +16,6 @@
 #include <system_error>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
@@ -200,6 +199,25 @@ absl::Status DiskFolder::SetAside(const absl::Status& why) const {
         "moved to {}, which nothing reads again, and the disk begins empty. Remove {} to free its space, and look for "
         "errors of the device (dmesg, smartctl).",
         folder_.path(), text, aside, aside);
+  }
+  return absl::OkStatus();
+}
+
+FolderWatch::FolderWatch(const DiskFolder& folder) {
+  for (const std::string& path : {folder.path() + "/lock", folder.index(), folder.segments()}) {
+    struct stat of;
+    if (stat(path.c_str(), &of) == 0) parts_.push_back({path, of.st_dev, of.st_ino});
+  }
+}
+
+absl::Status FolderWatch::Check() const {
+  for (const Part& part : parts_) {
+    struct stat of;
+    if (stat(part.path.c_str(), &of) == 0) {
+      if (of.st_dev == part.device && of.st_ino == part.inode) continue;
+      return absl::NotFoundError(absl::StrCat(part.path, " is another than at the start"));
+    }
+    if (errno == ENOENT || errno == ENOTDIR) return absl::NotFoundError(absl::StrCat(part.path, " is gone"));
   }
   return absl::OkStatus();
 }

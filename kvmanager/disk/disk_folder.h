@@ -7,9 +7,12 @@
 //   set-aside-T/  index/ and segments/ of a time T, which nobody uses again; the newest kSetAsideMax are kept
 #pragma once
 
+#include <sys/types.h>
+
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -45,6 +48,23 @@ class DiskFolder {
   void RemoveOldAsides() const;
 
   LockedFolder folder_;
+};
+
+/// Whether a folder of a disk is still the one that was opened: somebody may remove it, or put another in its place.
+class FolderWatch {
+ public:
+  /// The folder as it is: index and segments are there.
+  explicit FolderWatch(const DiskFolder& folder);
+  /// Any thread; asks the file system. NOT_FOUND: naming what is gone, or another.
+  absl::Status Check() const;
+
+ private:
+  struct Part {
+    std::string path;
+    dev_t device = 0;
+    ino_t inode = 0;
+  };
+  std::vector<Part> parts_;
 };
 
 /// The index that is there, or a new one; one that cannot be trusted is set aside. Errors: IndexDb::Open's, which name

@@ -173,7 +173,11 @@ class PosixFiles final : public DiskFiles {
     return fd >= 0 ? fd : -errno;
   }
   void Close(int fd) override { close(fd); }
-  int Sync(int fd) override { return ResultOf(fdatasync(fd)); }
+  int Sync(int fd) override {
+    struct stat of;
+    if (fdatasync(fd) != 0 || fstat(fd, &of) != 0) return -errno;
+    return of.st_nlink > 0 ? 0 : -ENOENT;
+  }
   int SyncFolder(const std::string& path) override {
     const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0) return -errno;

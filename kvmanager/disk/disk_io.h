@@ -50,7 +50,7 @@ class DiskFiles {
   /// set if reads and writes go past the page cache.
   virtual int Open(const std::string& path, bool create, bool* direct) = 0;
   virtual void Close(int fd) = 0;
-  /// What was written to it is on the disk, and can be read after a power cut.
+  /// What was written to it is on the disk, and can be read after a power cut. -ENOENT: it has no name any more.
   virtual int Sync(int fd) = 0;
   /// Which files are in it is on the disk.
   virtual int SyncFolder(const std::string& path) = 0;

@@ -47,7 +47,7 @@ SegmentFiles::Shared SegmentFiles::Open(uint32_t segment, bool create, int* erro
     }
   }
   bool direct = true;
-  const int fd = files_->Open(PathOf(segment), create, &direct);
+  const int fd = left_ ? -ENOENT : files_->Open(PathOf(segment), create, &direct);
   if (fd < 0) {
     *error = fd;
     return nullptr;
@@ -100,7 +100,7 @@ int SegmentFiles::Unlink(uint32_t segment) {
       open_.erase(found);
     }
   }
-  return files_->Unlink(PathOf(segment));
+  return left_ ? -ENOENT : files_->Unlink(PathOf(segment));
 }
 
 }  // namespace kvmanager

@@ -55,8 +55,11 @@ class SegmentFiles {
   void Reserve(const File& file, uint64_t offset, uint64_t bytes) {
     (void)files_->Reserve(file.fd(), offset, bytes);  // writing says what is wrong
   }
+  /// Any thread. The folder is not there any more, or another's: nothing in it is opened, made or removed from now on.
+  void Leave() { left_ = true; }
+  bool has_left() const { return left_; }
   // Results: 0 or -errno.
-  /// All records written to it are on the disk, and it is itself.
+  /// All records written to it are on the disk, and it is itself. -ENOENT: somebody else has removed it.
   int Sync(uint32_t segment);
   int Punch(const SegmentPlace& place);
   int Unlink(uint32_t segment);
@@ -67,6 +70,7 @@ class SegmentFiles {
   DiskFiles* const files_;
   std::atomic<bool> is_new_{false};  // a file of the folder, which may be gone after a power cut
   std::atomic<bool> said_{false};    // that the page cache is in the way
+  std::atomic<bool> left_{false};
   Mutex mutex_;
   struct Opened {
     Shared file;

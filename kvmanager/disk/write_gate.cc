@@ -40,4 +40,15 @@ void WriteGate::NoteIndexError(const absl::Status& status, uint64_t blocks_read)
       folder_.path(), why, blocks_read, marked.ok() ? "" : absl::StrCat(" (", marked.message(), ")"));
 }
 
+void WriteGate::NoteFolderGone(const absl::Status& why) {
+  metrics_.errors("write").Increment();
+  shut_ = "its folder was removed or replaced: nothing is written until the next start";
+  spdlog::error(
+      "the disk's folder {} was removed or replaced by somebody else ({}): nothing is written to the disk until the "
+      "next "
+      "start, which does not find what was there. Its space is free once this daemon has ended. Put the folder back if "
+      "you have it, and restart.",
+      folder_.path(), std::string(why.message()));
+}
+
 }  // namespace kvmanager

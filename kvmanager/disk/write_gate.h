@@ -1,5 +1,5 @@
 // Whether a disk takes records: not for a while after an error, and not before the next start once its index could not
-// be read. What closes it is counted, and has a line in the log.
+// be read or its folder has gone. What closes it is counted, and has a line in the log.
 //
 // On the loop's thread.
 #pragma once
@@ -32,6 +32,8 @@ class WriteGate {
   bool TakeTryAgain() { return back_off_.TakeTryAgain(); }
   /// Not all of the index could be read: it stays shut. DATA_LOSS: the index is damaged, which the next start is told.
   void NoteIndexError(const absl::Status& status, uint64_t blocks_read);
+  /// The folder is not there any more, or is another one: it stays shut. Once.
+  void NoteFolderGone(const absl::Status& why);
 
  private:
   const DiskFolder& folder_;
