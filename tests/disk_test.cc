@@ -103,7 +103,48 @@ TEST_F(DiskTest, AFlippedByteLosesItsBlock) {
   for (uint64_t seed = 1; seed <= 10; ++seed) found += Compare(*cache, {seed, Kind::kNormal, options}, 1);
   EXPECT_EQ(found, 9);
   EXPECT_EQ(Metric("kvmanager_checksum_failures_total"), 1);
+  EXPECT_EQ(Metric("kvmanager_disk_errors_total"), 1);
   EXPECT_EQ(Metric("kvmanager_disk_blocks"), 9);
+  // The log says which block, where it was and what was wrong; an explanation, how it went.
+  int lost = 0;
+  for (uint64_t seed = 1; seed <= 10; ++seed) {
+    const std::vector<BlockName> names = Names(*cache, {seed, Kind::kNormal, options}, 1);
+    ASSERT_OK_AND_ASSIGN(const client::Explanation all, client_->Explain(cache->description().id, names));
+    ASSERT_EQ(all.blocks.size(), 1u);
+    if (all.blocks[0].place != client::BlockPlace::kNowhere) continue;
+    ++lost;
+    EXPECT_EQ(all.blocks[0].loss, client::BlockLoss::kChecksum);
+    EXPECT_EQ(all.blocks[0].tier, "disk");
+    EXPECT_TRUE(log_.Says("block " + names[0].key.ToHex(8) + " of the disk is bad: the page of layer "));
+    EXPECT_TRUE(log_.Says("its record is at byte 0 of " + disk_ + "/segments/"));
+  }
+  EXPECT_EQ(lost, 1);
+}
+
+// What will never be written is not waited for.
+TEST_F(DiskTest, AFolderThatIsRemovedIsNoticedAndHoldsUpNoEnd) {
+  const CacheOptions options = SmallCache("raw", 0);
+  Start(64 << 20, {"--drain-s", "60"});
+  {
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    Publish(*cache, {1, Kind::kNormal, options}, 4);
+    ASSERT_TRUE(AllWritten());
+    std::filesystem::remove_all(disk_);
+    ASSERT_TRUE(Eventually([&] {
+      const auto status = client_->Status();
+      return status.ok() && status->disk.has_value() && status->disk->state.find("removed") != std::string::npos;
+    }));
+    EXPECT_TRUE(log_.Says("the disk's folder " + disk_ + " was removed or replaced"));
+    EXPECT_EQ(Metric("kvmanager_disk_errors_total"), 1);
+    const Source late{2, Kind::kNormal, options};
+    Publish(*cache, late, 4);
+    EXPECT_EQ(Found(*cache, late, 4), 4);  // in memory
+    EXPECT_EQ(Metric("kvmanager_disk_unwritten_blocks"), 4);
+  }
+  client_.reset();
+  ASSERT_OK_AND_ASSIGN(const int status, daemon_->Terminate(/*deadline_ms=*/20000));
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(log_.Says("4 blocks are not on the disk"));
 }
 
 TEST_F(DiskTest, APurgeOutlivesAKill) {

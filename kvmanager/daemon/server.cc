@@ -198,7 +198,7 @@ class ServerImpl final : public Server {
     EventLoop& loop = running.loop;
     running_ = &running;
     end_.SetRunning({&loop, background_.get(), &queue_, store_.get(), incoming_.get(), &running.outgoing,
-                     &running.requests, &running.replies, &memory_});
+                     &running.requests, &running.replies, &memory_, disk_.get()});
     const auto run_messages = [this] { return queue_.RunSome(); };
     loop.WatchMessages([=, this] { return InLoopTurn(calls_.turns(), "messages", run_messages); });
     incoming_->SetLoop(&loop);

@@ -19,6 +19,13 @@ constexpr int64_t kLookMs = 5;
 }  // namespace
 
 void ServerEnd::SetRunning(const Running& running) {
+  if (terminating_ && running_.disk != nullptr) {
+    const uint64_t unwritten = running_.store->report().Use().unwritten_blocks;
+    if (unwritten > 0) {
+      spdlog::warn("{} blocks are not on the disk, and are not found there after a restart (the disk: {})", unwritten,
+                   running_.disk->state());
+    }
+  }
   running_ = running;
   deadline_ = nullptr;  // it must not outlive the loop
 }
@@ -39,6 +46,7 @@ void ServerEnd::Terminate() {
   }
   spdlog::info("draining: {} sequences are held and {} received ones wait to be claimed; waiting at most {} s",
                held_->count(), running_.incoming->tickets().size(), options_.drain_s);
+  until_ns_ = SteadyClock().NowNs() + options_.drain_s * 1000000000;
   deadline_ = running_.loop->timer()
                   .afterDelay(options_.drain_s * kj::SECONDS)
                   .then([this] {
@@ -51,7 +59,13 @@ void ServerEnd::Terminate() {
 // What a peer was told is accepted counts as held, until it is claimed or expires.
 bool ServerEnd::Over() const {
   return stop_ || (terminating_ && held_->count() == 0 && running_.outgoing->active().all() == 0 &&
-                   running_.incoming->tickets().size() == 0 && running_.store->report().Use().unwritten_blocks == 0);
+                   running_.incoming->tickets().size() == 0 && !AwaitsDisk(until_ns_));
+}
+
+// What the disk refuses is not waited for: after an error it takes nothing for a while, or until the next start.
+bool ServerEnd::AwaitsDisk(int64_t until_ns) const {
+  return running_.store->report().Use().unwritten_blocks > 0 && running_.disk != nullptr &&
+         running_.disk->TakesWritesWithin(until_ns - SteadyClock().NowNs());
 }
 
 absl::Status ServerEnd::CheckUpgrade(bool cold) const {
@@ -104,11 +118,11 @@ kj::Promise<void> ServerEnd::Settle(int64_t until_ns, bool writes, bool was_quie
         const StoreUse use = running_.store->report().Use();
         const uint64_t calls = calls_->under_way();
         const bool quiet = calls == 0 && running_.replies->used_bytes() == 0 && use.encoding_pages == 0 &&
-                           (!writes || use.unwritten_blocks == 0);
+                           (!writes || !AwaitsDisk(until_ns));
         // Twice, as the last replies are being written.
         const bool late = SteadyClock().NowNs() >= until_ns;
         if (!late && !(quiet && was_quiet)) return Settle(until_ns, writes, quiet);
-        if (!quiet) {
+        if (!quiet || (writes && use.unwritten_blocks > 0)) {
           spdlog::warn("{} calls under way are given up, {} pages are not encoded, {} blocks not on the disk", calls,
                        use.encoding_pages, use.unwritten_blocks);
         }

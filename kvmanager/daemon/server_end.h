@@ -14,6 +14,7 @@
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/daemon/options.h"
 #include "kvmanager/daemon/server_memory.h"
+#include "kvmanager/disk/block_disk.h"
 #include "kvmanager/handoff/drain_switch.h"
 #include "kvmanager/handoff/incoming_hand_offs.h"
 #include "kvmanager/handoff/outgoing_hand_offs.h"
@@ -43,6 +44,7 @@ class ServerEnd {
     const OutgoingHandOffs* outgoing = nullptr;
     MessageRoom *requests = nullptr, *replies = nullptr;
     ServerMemory* memory = nullptr;
+    const BlockDisk* disk = nullptr;  // nullptr: there is none
   };
   /// {}: the loop has ended.
   void SetRunning(const Running& running);
@@ -59,6 +61,8 @@ class ServerEnd {
  private:
   absl::Status CheckUpgrade(bool cold) const;
   void BeginUpgrade(const std::string& program, bool cold);
+  /// Whether blocks wait for the disk, and it takes some by `until_ns`.
+  bool AwaitsDisk(int64_t until_ns) const;
   /// Ends the loop once nothing of it is under way, or at `until_ns`.
   kj::Promise<void> Settle(int64_t until_ns, bool writes, bool was_quiet);
 
@@ -68,6 +72,7 @@ class ServerEnd {
   const CallRecords* const calls_;
   Running running_;
   bool stop_ = false, terminating_ = false;
+  int64_t until_ns_ = 0;  // terminating_: when it stops at the latest
   std::string successor_;
   kj::Promise<void> deadline_ = nullptr;
 };

@@ -98,7 +98,7 @@ class BlockDiskImpl final : public BlockDisk {
   }
 
   const char* state() const override { return loaded_ ? gate_.state() : "reading its index"; }
-  bool TakesWrites() const override { return gate_.OpensWithin(0); }
+  bool TakesWritesWithin(int64_t ns) const override { return gate_.OpensWithin(ns); }
 
   bool CanWrite(uint64_t page_bytes) const override {
     if (!loaded_ || !TakesWrites()) return false;

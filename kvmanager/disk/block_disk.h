@@ -106,7 +106,9 @@ class BlockDisk {
 
   /// Whether it takes records, now or once others are written: not for a while after an error, nor any more once its
   /// index was found damaged or its folder has gone.
-  virtual bool TakesWrites() const = 0;
+  bool TakesWrites() const { return TakesWritesWithin(0); }
+  /// Whether it does, or that while ends within so many ns.
+  virtual bool TakesWritesWithin(int64_t ns) const = 0;
   /// Whether a record of `page_bytes` would be taken now: not while much is on its way, nor for a while after an error.
   virtual bool CanWrite(uint64_t page_bytes) const = 0;
   /// Writes a block that Find does not find and that is not on its way; others go for it, if room is short, of the

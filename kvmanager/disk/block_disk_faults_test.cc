@@ -203,6 +203,7 @@ TEST_F(BlockDiskFaultsTest, ADamagedIndexIsReadInPartAndSetAsideByTheNextStart) 
     EXPECT_LT(disk->use().blocks, blocks.size());
     EXPECT_STREQ(disk->state(), "its index is damaged: nothing is written until the next start");
     EXPECT_FALSE(disk->TakesWrites());
+    EXPECT_FALSE(disk->TakesWritesWithin(int64_t{1} << 60));
     EXPECT_FALSE(disk.Write(MakeTestBlock(2, 1)));
     EXPECT_EQ(disk.metrics().errors("index").Value(), 1.0);
     EXPECT_EQ(
@@ -239,6 +240,19 @@ TEST_F(BlockDiskFaultsTest, AnIndexOfAnotherVersionCanBePutBack) {
   const auto lines = log.Lines({"of another version", "kvmanager disk index 2", "move those back"});
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_FALSE(absl::StrContains(lines[0], "damaged"));
+}
+
+TEST_F(BlockDiskFaultsTest, AfterAnErrorItSaysHowSoonItTakesWrites) {
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  EXPECT_TRUE(disk->TakesWritesWithin(0));
+  const TestBlock block = MakeTestBlock(1, 1);
+  ASSERT_TRUE(disk.Write(block));
+  ASSERT_EQ(unlink(Segment(1).c_str()), 0);
+  ASSERT_FALSE(disk.Write(MakeTestBlock(1, 2)));
+  EXPECT_FALSE(disk->TakesWrites());
+  EXPECT_FALSE(disk->TakesWritesWithin(999999999));
+  EXPECT_TRUE(disk->TakesWritesWithin(1000000000));
 }
 
 // Only folders that this makes are removed, and nothing behind a link.
@@ -339,6 +353,7 @@ TEST_F(BlockDiskFaultsTest, AFolderThatIsRemovedIsNoticed) {
       disk->Look();
       ASSERT_TRUE(loop_.RunUntil([&] { return !disk->TakesWrites(); }));
       EXPECT_STREQ(disk->state(), "its folder was removed or replaced: nothing is written until the next start");
+      EXPECT_FALSE(disk->TakesWritesWithin(int64_t{1} << 60));
       EXPECT_FALSE(disk.Write(more));
       EXPECT_TRUE(disk.Read(block).ok());  // of the file that is open
       for (int again = 0; again < 3; ++again) disk->Look();

@@ -41,7 +41,7 @@ class FakeDisk final : public BlockDisk {
     return kRetainedBytes;
   }
   void Look() override {}
-  bool TakesWrites() const override { return takes; }
+  bool TakesWritesWithin(int64_t) const override { return takes; }
   bool CanWrite(uint64_t) const override { return takes && writes_.size() < writes_max; }
   void Write(DiskRecord record, absl::string_view payer, std::vector<const uint8_t*> sources,
              absl::AnyInvocable<void(bool)> done) override {
