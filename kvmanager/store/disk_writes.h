@@ -24,7 +24,7 @@ namespace kvmanager {
 
 class DiskWrites {
  public:
-  // Blocks, of all and of one payer; others are written when room is short.
+  // Blocks that wait, of all and of one payer; what is named beyond that is written when room is short, if ever.
   static constexpr size_t kQueuedMax = 1 << 17, kPayerQueuedMax = kQueuedMax / 2;
   /// Of host memory that is pinned for being written: one part in so many, or one block.
   static constexpr uint64_t kPinnedShare = 16;
@@ -70,7 +70,9 @@ class DiskWrites {
   /// here; returns how many.
   uint64_t NotePurge(const CacheDigest* digest);
 
-  /// Blocks that are being written, or wait for that.
+  /// Blocks that are being written, or wait for that. Not all that the disk lacks: not those named while kQueuedMax
+  /// waited, nor unclaimed ones of an earlier process (Recovery), nor those that are not written by intent (lowered
+  /// ones, and such as the disk has no room for).
   size_t unwritten() const { return named_.size() + writing_.size(); }
 
   /// For CheckInvariants.
