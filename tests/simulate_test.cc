@@ -110,7 +110,7 @@ TEST_P(SimulateTest, ADaemonHasTheHitsThatAreForetold) {
   Trace trace = simulator::MakeTrace(/*seed=*/3, /*requests=*/kSanitized ? 300 : 1200);
   std::vector<uint64_t> pools = {2 << 20};
   if (file != nullptr) {
-    ASSERT_OK_AND_ASSIGN(trace, simulator::ReadTraceFile(file, nullptr));
+    ASSERT_OK_AND_ASSIGN(trace, simulator::ReadTraceFile(file, Trace::kBlockTokens, nullptr));
     pools = {uint64_t{6} << 20, uint64_t{34} << 20};
   }
   for (const uint64_t pool_bytes : pools) {

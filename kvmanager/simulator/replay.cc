@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -149,27 +150,16 @@ class Replayer {
   Replayer(const Trace& trace, const ReplayOptions& options) : trace_(trace), options_(options) {}
 
   absl::Status Init() {
-    if (options_.tiers.empty() || options_.tiers.size() > ReplayOptions::kTiersMax) {
-      return InvalidField("--tier", absl::StrCat("given ", options_.tiers.size(), " times"),
-                          absl::StrCat("given 1..", ReplayOptions::kTiersMax, " times"));
-    }
-    if (!(options_.least_chance >= 0 && options_.least_chance <= 1)) {
-      return InvalidField("--least-chance", options_.least_chance, "0..1");
-    }
-    if (options_.least_chance > 0 && options_.policy != "cost") {
-      return InvalidField("--least-chance", options_.least_chance,
-                          absl::StrCat("0 with --policy ", options_.policy, ": cost alone learns chances"));
-    }
-    KV_RETURN_IF_ERROR(InitLadder());
+    KV_RETURN_IF_ERROR(CheckReplay(options_));
+    ladder_.bytes = {options_.block_bytes};
+    ladder_.bytes.insert(ladder_.bytes.end(), options_.lower_rung_bytes.begin(), options_.lower_rung_bytes.end());
+    ladder_.lowerable_share = options_.lowerable_share;
+    ladder_.results.resize(ladder_.bytes.size());
     if (options_.policy == "optimum") {
       next_uses_ = NextUses(trace_);
       next_use_.assign(trace_.distinct, SIZE_MAX);
     }
     for (const TierOptions& tier : options_.tiers) {
-      if (tier.bytes < options_.block_bytes) {
-        return InvalidField(absl::StrCat("--tier ", tier.name), absl::StrCat(tier.bytes, " bytes"),
-                            absl::StrCat("at least a block, ", options_.block_bytes));
-      }
       std::unique_ptr<EvictionPolicy> policy;
       if (tiers_.empty() && options_.least_chance > 0) {
         auto learns = MakeCostEviction();
@@ -218,29 +208,6 @@ class Replayer {
   }
 
  private:
-  absl::Status InitLadder() {
-    if (options_.lower_rung_bytes.size() >= ReplayOptions::kRungsMax) {
-      return InvalidField("--rung-bytes", absl::StrCat(options_.lower_rung_bytes.size() + 1, " rungs"),
-                          absl::StrCat("at most ", ReplayOptions::kRungsMax));
-    }
-    if (!(options_.lowerable_share >= 0 && options_.lowerable_share <= 1)) {
-      return InvalidField("--lowerable-share", options_.lowerable_share, "0..1");
-    }
-    if (!options_.lower_rung_bytes.empty() && options_.policy == "optimum") {
-      return InvalidField("--policy", "optimum", "another one with a ladder: its blocks have one size");
-    }
-    ladder_.bytes = {options_.block_bytes};
-    for (const uint64_t bytes : options_.lower_rung_bytes) {
-      if (bytes == 0 || bytes >= ladder_.bytes.back()) {
-        return InvalidField("--rung-bytes", bytes,
-                            absl::StrCat("1.., and less than the rung above, ", ladder_.bytes.back()));
-      }
-      ladder_.bytes.push_back(bytes);
-    }
-    ladder_.lowerable_share = options_.lowerable_share;
-    ladder_.results.resize(ladder_.bytes.size());
-    return absl::OkStatus();
-  }
   absl::StatusOr<std::unique_ptr<EvictionPolicy>> MakePolicy() {
     if (options_.policy == "arc") return MakeArcEviction();
     if (options_.policy == "optimum") {
@@ -370,6 +337,53 @@ class Replayer {
 };
 
 }  // namespace
+
+absl::Status CheckReplay(const ReplayOptions& options) {
+  constexpr char kSecondTier[] = "given with a second --tier, such as --tier disk=1TiB: without one nothing is written";
+  if (options.tiers.empty() || options.tiers.size() > ReplayOptions::kTiersMax) {
+    return InvalidField("--tier", absl::StrCat("given ", options.tiers.size(), " times"),
+                        absl::StrCat("given 1..", ReplayOptions::kTiersMax, " times"));
+  }
+  for (const TierOptions& tier : options.tiers) {
+    if (tier.bytes >= options.block_bytes) continue;
+    return InvalidField(absl::StrCat("--tier ", tier.name), absl::StrCat(tier.bytes, " bytes"),
+                        absl::StrCat("at least a block, ", options.block_bytes));
+  }
+  if (std::find(std::begin(kPolicies), std::end(kPolicies), options.policy) == std::end(kPolicies)) {
+    return InvalidField("--policy", options.policy, "lru, s3fifo, cost, arc or optimum");
+  }
+  if (options.writes_named && options.tiers.size() < 2) {
+    return InvalidField("--write-named", "given with one tier", kSecondTier);
+  }
+  if (!(options.least_chance >= 0 && options.least_chance <= 1)) {
+    return InvalidField("--least-chance", options.least_chance, "0..1");
+  }
+  if (options.least_chance > 0 && options.policy != "cost") {
+    return InvalidField("--least-chance", options.least_chance,
+                        absl::StrCat("0 with --policy ", options.policy, ": cost alone learns chances"));
+  }
+  if (options.least_chance > 0 && options.tiers.size() < 2) {
+    return InvalidField("--least-chance", absl::StrCat(options.least_chance, " with one tier"), kSecondTier);
+  }
+  if (options.lower_rung_bytes.size() >= ReplayOptions::kRungsMax) {
+    return InvalidField("--rung-bytes", absl::StrCat(options.lower_rung_bytes.size() + 1, " rungs"),
+                        absl::StrCat("at most ", ReplayOptions::kRungsMax));
+  }
+  if (!(options.lowerable_share >= 0 && options.lowerable_share <= 1)) {
+    return InvalidField("--lowerable-share", options.lowerable_share, "0..1");
+  }
+  if (!options.lower_rung_bytes.empty() && options.policy == "optimum") {
+    return InvalidField("--policy", "optimum", "another one with a ladder: its blocks have one size");
+  }
+  uint64_t above = options.block_bytes;
+  for (const uint64_t bytes : options.lower_rung_bytes) {
+    if (bytes == 0 || bytes >= above) {
+      return InvalidField("--rung-bytes", bytes, absl::StrCat("1.., and less than the rung above, ", above));
+    }
+    above = bytes;
+  }
+  return absl::OkStatus();
+}
 
 absl::StatusOr<ReplayResult> Replay(const Trace& trace, const ReplayOptions& options) {
   Replayer replayer(trace, options);

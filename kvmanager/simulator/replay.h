@@ -42,9 +42,10 @@ struct ReplayOptions {
   double lowerable_share = kLowerableShare;  // of a ladder; 0..1
   uint64_t block_tokens = 512;
   double prefill_tokens_per_s = 10000;
-  bool writes_named = false;  // the second tier gets a block as soon as it has a name, as a daemon's disk does
-  /// Of the policy "cost": what is less likely to be used again, before it would go from the second tier, is not copied
-  /// there while that is full. 0..1; 0: everything is.
+  /// The second tier, which there must be, gets a block as soon as it has a name, as a daemon's disk does.
+  bool writes_named = false;
+  /// Of the policy "cost" with a second tier: what is less likely to be used again, before it would go from the second
+  /// tier, is not copied there while that is full. 0..1; 0: everything is.
   double least_chance = 0;
   std::function<void(size_t requests)> progress;  // told of each request that was replayed; may be empty
 };
@@ -77,7 +78,11 @@ struct ReplayResult {
   double ttft_mean_s = 0, ttft_p50_s = 0, ttft_p95_s = 0, ttft_p99_s = 0;
 };
 
-/// Errors: INVALID_ARGUMENT (tiers, policy, a tier smaller than a block, rungs).
+/// Errors: INVALID_ARGUMENT naming the option of `kvctl simulate` (tiers, policy, a tier smaller than a block, rungs,
+/// what needs a second tier).
+absl::Status CheckReplay(const ReplayOptions& options);
+
+/// Errors: CheckReplay's.
 absl::StatusOr<ReplayResult> Replay(const Trace& trace, const ReplayOptions& options);
 
 /// The hit ratio of a tier without a bound.

@@ -15,6 +15,7 @@
 #include "codecs/builtin.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/byte_text.h"
+#include "kvmanager/base/exit_code.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/simulator/replay.h"
 #include "kvmanager/simulator/simulate_report.h"
@@ -30,13 +31,13 @@ constexpr char kHelp[] =
     "  kvctl simulate --trace trace.jsonl --tier host=64GiB --codec hack:k_bits=3,v_bits=2\n"
     "  kvctl simulate --trace trace.jsonl --tier host=64GiB --block-bytes 1382400 --json\n"
     "  kvctl simulate --trace trace.jsonl --tier host=64GiB --rung-bytes 2488320,1382400\n\n"
-    "TRACE. JSON, one request a line, of one of two kinds:\n"
-    "  {\"timestamp\": 0, \"input_length\": 6758, \"output_length\": 500, \"hash_ids\": [0, 1, 2, 3]}\n"
+    "TRACE. JSON, one request a line; all lines of a file are of one of two kinds:\n"
+    "  {\"timestamp\": 0, \"input_length\": 1758, \"output_length\": 500, \"hash_ids\": [0, 1, 2, 3]}\n"
     "  {\"session_id\": \"a\", \"delay\": 250, \"input_length\": 812, \"hash_ids\": [0, 7]}\n"
-    "timestamp, ms; hash_ids: an integer for each block of --trace-block-tokens tokens of the prompt, the last one\n"
-    "perhaps not full; equal ids are equal tokens from the prompt's beginning on. The second kind is of agents: a "
-    "line\n"
-    "with session_id and without timestamp begins `delay` ms (0 if missing) after the session's line before.\n\n"
+    "timestamp, ms, which never goes back; hash_ids: an integer for each block of --trace-block-tokens tokens of the\n"
+    "prompt, input_length; the last block may not be full, or be left out then. Equal ids are equal tokens from the\n"
+    "prompt's beginning on. The second kind is of agents: a line without timestamp begins `delay` ms (0 if missing)\n"
+    "after the session's line before; sessions may stand one behind the other. A line that does not fit is refused.\n\n"
     "SIZES. --codec NAME[:key=value,...] says what a block takes for the model of --layers, --kv-heads and --head-dim\n"
     "(by default 32, 8, 128: Llama-3.1-8B). --block-bytes says it itself, for codecs that need an artifact:\n"
     "block tokens x layers x KV heads x bytes per token and head (docs/codecs.md).\n\n"
@@ -139,6 +140,40 @@ absl::StatusOr<std::vector<uint64_t>> RungBytes(const SimulateArguments& argumen
   return rungs;
 }
 
+// What is asked for, before the trace is read.
+struct Simulation {
+  SimulateReport report;
+  std::vector<ReplayOptions> runs;
+};
+
+absl::StatusOr<Simulation> SimulationOf(SimulateArguments arguments) {
+  if (arguments.tiers.empty()) arguments.tiers = {"host=64GiB"};
+  if (arguments.head_dim % 16 != 0) return InvalidField("--head-dim", arguments.head_dim, "a multiple of 16");
+  if (arguments.page_tokens % 16 != 0) return InvalidField("--page-tokens", arguments.page_tokens, "a multiple of 16");
+  Simulation simulation;
+  SimulateReport& report = simulation.report;
+  report.trace = arguments.trace;
+  KV_ASSIGN_OR_RETURN(report.tiers, Tiers(arguments));
+  KV_ASSIGN_OR_RETURN(report.rung_bytes, RungBytes(arguments));
+  const bool ladder = report.rung_bytes.size() > 1;
+  KV_ASSIGN_OR_RETURN(const std::vector<std::string> policies, Policies(arguments, ladder));
+  report.block_tokens = arguments.trace_block_tokens;
+  report.prefill_tokens_per_s = arguments.prefill_rate;
+  for (const std::string& policy : policies) {
+    simulation.runs.push_back({.tiers = report.tiers,
+                               .policy = policy,
+                               .block_bytes = report.rung_bytes.front(),
+                               .lower_rung_bytes = {report.rung_bytes.begin() + 1, report.rung_bytes.end()},
+                               .lowerable_share = arguments.lowerable_share,
+                               .block_tokens = report.block_tokens,
+                               .prefill_tokens_per_s = report.prefill_tokens_per_s,
+                               .writes_named = arguments.writes_named,
+                               .least_chance = arguments.least_chance});
+    KV_RETURN_IF_ERROR(CheckReplay(simulation.runs.back()));
+  }
+  return simulation;
+}
+
 // A line on stderr that is written over, where that is a terminal; else a line for each tenth.
 class Progress {
  public:
@@ -190,7 +225,7 @@ void AddSimulateOptions(CLI::App& app, SimulateArguments& a) {
       ->check(CLI::Range(PageLayout::kPageTokensMin, PageLayout::kPageTokensMax))
       ->capture_default_str();
   app.add_option("--trace-block-tokens", a.trace_block_tokens, "tokens of the trace's blocks")
-      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 20))
+      ->check(CLI::Range(uint64_t{1}, Trace::kBlockTokensMax))
       ->capture_default_str();
   app.add_option("--prefill-rate", a.prefill_rate, "tokens a second that the engine computes")
       ->check(CLI::Range(1e-3, 1e12))
@@ -198,11 +233,11 @@ void AddSimulateOptions(CLI::App& app, SimulateArguments& a) {
   app.add_option("--read-rate", a.read_rates, "bytes a second that a lower tier is read with (default: no time)")
       ->type_name("NAME=BYTES");
   app.add_flag("--write-named", a.writes_named,
-               "the second tier gets each block when it was computed, as the daemon's disk does, and not when it is "
-               "evicted");
+               "with a second --tier: it gets each block when it was computed, as the daemon's disk does, and not when "
+               "the first one evicts it");
   app.add_option("--least-chance", a.least_chance,
-                 "with --policy cost: what is less likely to be used again before it would go from the second tier is "
-                 "not copied there, once that is full; 0..1")
+                 "with --policy cost and a second --tier: what is less likely to be used again before it would go from "
+                 "there is not copied there, once that is full; 0..1")
       ->capture_default_str();
   app.add_flag("--full-blocks", a.full_blocks,
                "without blocks that a request's tokens do not fill, which a daemon does not name");
@@ -210,50 +245,38 @@ void AddSimulateOptions(CLI::App& app, SimulateArguments& a) {
   app.add_flag("--quiet", a.quiet, "no progress on stderr");
 }
 
-absl::Status RunSimulate(const SimulateArguments& given, bool json) {
-  SimulateArguments arguments = given;
-  if (arguments.tiers.empty()) arguments.tiers = {"host=64GiB"};
-  if (arguments.head_dim % 16 != 0) return InvalidField("--head-dim", arguments.head_dim, "a multiple of 16");
-  if (arguments.page_tokens % 16 != 0) return InvalidField("--page-tokens", arguments.page_tokens, "a multiple of 16");
-  SimulateReport report;
-  report.trace = arguments.trace;
-  KV_ASSIGN_OR_RETURN(report.tiers, Tiers(arguments));
-  KV_ASSIGN_OR_RETURN(report.rung_bytes, RungBytes(arguments));
-  const bool ladder = report.rung_bytes.size() > 1;
-  KV_ASSIGN_OR_RETURN(const std::vector<std::string> policies, Policies(arguments, ladder));
-  report.block_tokens = arguments.trace_block_tokens;
-  report.prefill_tokens_per_s = arguments.prefill_rate;
+absl::Status RunSimulate(const SimulateArguments& arguments, bool json) {
+  absl::StatusOr<Simulation> simulation = SimulationOf(arguments);
+  if (!simulation.ok()) return Misuse(simulation.status());
+  SimulateReport& report = simulation->report;
   std::ofstream svg;
   if (!arguments.svg.empty()) {
     svg.open(arguments.svg);
     if (!svg.is_open()) return absl::NotFoundError(absl::StrCat("--svg: ", arguments.svg, " cannot be written"));
   }
   Progress progress(arguments.quiet);
-  KV_ASSIGN_OR_RETURN(Trace trace, ReadTraceFile(arguments.trace, nullptr));
+  KV_ASSIGN_OR_RETURN(Trace trace, ReadTraceFile(arguments.trace, arguments.trace_block_tokens, nullptr));
   if (arguments.full_blocks) trace = WithFullBlocks(trace, arguments.trace_block_tokens);
   report.requests = trace.requests.size();
   report.blocks = trace.blocks.size();
   report.distinct = trace.distinct;
   report.seconds = trace.requests.back().at_s - trace.requests.front().at_s;
   report.unlimited = UnlimitedHits(trace);
-  for (const std::string& policy : policies) {
-    ReplayOptions options{.tiers = report.tiers,
-                          .policy = policy,
-                          .block_bytes = report.rung_bytes.front(),
-                          .lower_rung_bytes = {report.rung_bytes.begin() + 1, report.rung_bytes.end()},
-                          .lowerable_share = arguments.lowerable_share,
-                          .block_tokens = report.block_tokens,
-                          .prefill_tokens_per_s = report.prefill_tokens_per_s,
-                          .writes_named = arguments.writes_named,
-                          .least_chance = arguments.least_chance};
-    options.progress = [&](size_t requests) { progress.Show(policy, requests, trace.requests.size()); };
+  for (ReplayOptions& options : simulation->runs) {
+    options.progress = [&](size_t requests) { progress.Show(options.policy, requests, trace.requests.size()); };
     KV_ASSIGN_OR_RETURN(ReplayResult result, Replay(trace, options));
-    report.runs.push_back({policy, std::move(result)});
+    report.runs.push_back({options.policy, std::move(result)});
   }
   progress.End();
-  if (svg.is_open()) svg << ReportToSvg(report);
+  if (svg.is_open()) {
+    svg << ReportToSvg(report);
+    svg.close();
+    if (!svg) return absl::UnavailableError(absl::StrCat("--svg: ", arguments.svg, " cannot be written"));
+  }
   const std::string text = json ? ReportToJson(report).dump(2) + "\n" : FormatReport(report);
-  std::fwrite(text.data(), 1, text.size(), stdout);
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    return absl::UnavailableError("standard output cannot be written");
+  }
   return absl::OkStatus();
 }
 

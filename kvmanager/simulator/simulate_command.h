@@ -28,7 +28,8 @@ struct SimulateArguments {
 /// Adds the subcommand's options and its help to `app`, which fill `arguments`.
 void AddSimulateOptions(CLI::App& app, SimulateArguments& arguments);
 
-/// Runs it: the table, or JSON, on stdout, progress on stderr. Errors: those of files, options and codecs.
+/// Runs it: the table, or JSON, on stdout, progress on stderr. Errors: those of files; those of options and codecs, as
+/// misuses (exit_code.h).
 absl::Status RunSimulate(const SimulateArguments& arguments, bool json);
 
 }  // namespace kvmanager::simulator

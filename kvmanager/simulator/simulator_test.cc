@@ -1,11 +1,13 @@
 // The traces that are read, and replays of them: against results worked out by hand, and against all orders of
 // eviction.
 #include <algorithm>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <set>
 #include <sstream>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kvmanager/simulator/optimum.h"
@@ -15,15 +17,27 @@
 namespace kvmanager::simulator {
 namespace {
 
-absl::StatusOr<Trace> Read(const std::string& text) {
+absl::StatusOr<Trace> Read(const std::string& text, uint64_t block_tokens = Trace::kBlockTokens) {
   std::istringstream in(text);
-  return ReadTrace(in, nullptr);
+  return ReadTrace(in, block_tokens, nullptr);
+}
+
+void ExpectSays(const absl::Status& status, const std::vector<std::string>& words) {
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  for (const std::string& word : words) {
+    EXPECT_NE(std::string(status.message()).find(word), std::string::npos) << "no `" << word << "` in: " << status;
+  }
+}
+
+std::string Line(int64_t timestamp, uint64_t input_length, const std::string& hash_ids) {
+  return absl::StrCat("{\"timestamp\": ", timestamp, ", \"input_length\": ", input_length, ", \"hash_ids\": [",
+                      hash_ids, "]}\n");
 }
 
 TEST(TraceTest, ReadsRequests) {
   const auto trace = Read(
-      "{\"timestamp\": 2000, \"input_length\": 1000, \"output_length\": 5, \"hash_ids\": [70, 9]}\n\n"
-      "{\"timestamp\": 1000, \"input_length\": 512, \"hash_ids\": [70], \"type\": \"x\"}\n");
+      "{\"timestamp\": 1000, \"input_length\": 512, \"hash_ids\": [70], \"type\": \"x\"}\n\n"
+      "{\"timestamp\": 2000, \"input_length\": 1000, \"output_length\": 5, \"hash_ids\": [70, 9]}\n");
   ASSERT_TRUE(trace.ok()) << trace.status();
   ASSERT_EQ(trace->requests.size(), 2u);
   EXPECT_EQ(trace->distinct, 2u);
@@ -37,8 +51,8 @@ TEST(TraceTest, ReadsSessionsOfAgents) {
   const auto trace = Read(
       "{\"session_id\": \"a\", \"timestamp\": 100, \"input_length\": 1, \"hash_ids\": [1]}\n"
       "{\"session_id\": 7, \"input_length\": 1, \"hash_ids\": [2]}\n"
-      "{\"session_id\": \"a\", \"delay\": 50, \"input_length\": 1, \"hash_ids\": [1, 3]}\n"
-      "{\"session_id\": 7, \"delay\": 120, \"input_length\": 1, \"hash_ids\": [2, 4]}\n");
+      "{\"session_id\": \"a\", \"delay\": 50, \"input_length\": 600, \"hash_ids\": [1, 3]}\n"
+      "{\"session_id\": 7, \"delay\": 120, \"input_length\": 600, \"hash_ids\": [2, 4]}\n");
   ASSERT_TRUE(trace.ok()) << trace.status();
   std::vector<double> times;
   for (const TraceRequest& request : trace->requests) times.push_back(request.at_s);
@@ -69,16 +83,75 @@ TEST(TraceTest, SaysWhatIsWrong) {
       {"{\"timestamp\": 1, \"input_length\": -1, \"hash_ids\": [1]}", "line 2: input_length"},
       {"{\"timestamp\": 1, \"input_length\": 1}", "line 2: hash_ids"},
       {"{\"timestamp\": 1, \"input_length\": 1, \"hash_ids\": [\"a\"]}", "line 2: hash_ids"},
-      {"{\"timestamp\": 1, \"input_length\": 1, \"hash_ids\": [1, 2, 1]}", "line 2: hash_ids"},
+      {"{\"timestamp\": 1, \"input_length\": 1300, \"hash_ids\": [1, 2, 1]}", "line 2: hash_ids"},
       {"{\"timestamp\": 1e300, \"input_length\": 1, \"hash_ids\": [1]}", "line 2: timestamp"},
       {"{\"session_id\": 1.5, \"input_length\": 1, \"hash_ids\": [1]}", "line 2: session_id"},
       {"{\"session_id\": {}, \"input_length\": 1, \"hash_ids\": [1]}", "line 2: session_id"}};
+  const std::string agent = "{\"session_id\": 1, \"input_length\": 1, \"hash_ids\": [1]}\n";
   for (const auto& [line, field] : cases) {
-    const absl::Status status = Read(good + line).status();
-    EXPECT_TRUE(absl::IsInvalidArgument(status)) << line;
-    EXPECT_NE(std::string(status.message()).find(field), std::string::npos) << line << ": " << status;
+    const bool of_agent = absl::StrContains(line, "session_id");
+    ExpectSays(Read((of_agent ? agent : good) + line).status(), {field});
   }
-  EXPECT_TRUE(absl::IsNotFound(ReadTraceFile("/nowhere", nullptr).status()));
+  EXPECT_TRUE(absl::IsNotFound(ReadTraceFile("/nowhere", 512, nullptr).status()));
+}
+
+TEST(TraceTest, LengthsAgreeWithBlocks) {
+  // The last block may be full, partly full, or left out if it is not full.
+  for (const std::string& line : {Line(0, 1024, "1, 2"), Line(0, 1023, "1, 2"), Line(0, 513, "1, 2"),
+                                  Line(0, 1025, "1, 2"), Line(0, 1535, "1, 2"), Line(0, 511, ""), Line(0, 0, "")}) {
+    EXPECT_TRUE(Read(line).ok()) << line << Read(line).status();
+  }
+  const std::string good = Line(0, 512, "1");
+  ExpectSays(Read(good + Line(0, 512, "1, 2")).status(),
+             {"line 2: input_length is 512, must be 513..1535, as hash_ids has 2 blocks of 512 tokens",
+              "--trace-block-tokens", "(256 would fit this line)"});
+  ExpectSays(Read(good + Line(0, 1536, "1, 2")).status(), {"line 2: input_length is 1536, must be 513..1535"});
+  ExpectSays(Read(good + Line(0, 512, "")).status(), {"line 2: input_length is 512, must be 0..511"});
+  ExpectSays(Read(good + Line(0, 0, "1")).status(), {"line 2: input_length is 0, must be 1..1023"});
+  ExpectSays(Read(good + Line(0, UINT64_MAX, "1")).status(), {"line 2: input_length is 18446744073709551615"});
+  // What a block is, the caller says.
+  EXPECT_TRUE(Read(Line(0, 64, "1, 2, 3, 4"), 16).ok());
+  ExpectSays(Read(Line(0, 64, "1, 2, 3, 4")).status(), {"must be 1537..2559", "(16 would fit this line)"});
+  ExpectSays(Read("{\"session_id\": 1, \"input_length\": 1, \"hash_ids\": [1, 2]}").status(),
+             {"line 1: input_length is 1, must be 513..1535"});
+}
+
+TEST(TraceTest, TimeDoesNotGoBack) {
+  EXPECT_TRUE(Read(Line(5, 1, "1") + Line(5, 1, "2") + Line(6, 1, "3")).ok()) << "equal times are fine";
+  ExpectSays(Read(Line(5, 1, "1") + Line(1000000007, 1, "2") + "\n" + Line(1000000006, 1, "3")).status(),
+             {"line 4: timestamp is 1000000006, must be 1000000007 or more, the timestamp of line 2", "sort_by"});
+  // Sessions may stand one behind the other; within one time goes on.
+  const auto of = [](const std::string& session, const std::string& time) {
+    return absl::StrCat("{\"session_id\": \"", session, "\", ", time, ", \"input_length\": 1, \"hash_ids\": [1]}\n");
+  };
+  const std::string first = of("a", "\"timestamp\": 100") + of("a", "\"delay\": 50");
+  const auto trace =
+      Read(first + of("b", "\"timestamp\": 20") + of("b", "\"timestamp\": 20") + of("b", "\"delay\": 1"));
+  ASSERT_TRUE(trace.ok()) << trace.status();
+  std::vector<double> times;
+  for (const TraceRequest& request : trace->requests) times.push_back(request.at_s);
+  EXPECT_EQ(times, (std::vector<double>{0.02, 0.02, 0.021, 0.1, 0.15}));
+  ExpectSays(Read(first + of("b", "\"timestamp\": 20") + of("a", "\"timestamp\": 149.5")).status(),
+             {"line 4: timestamp is 149.5, must be 150 or more, when the request before of this session_id begins, on "
+              "line 2"});
+}
+
+TEST(TraceTest, LinesHaveOneFormat) {
+  const std::string request = Line(0, 1, "1");
+  const std::string agent = "{\"session_id\": \"a\", \"timestamp\": 0, \"input_length\": 1, \"hash_ids\": [1]}\n";
+  ExpectSays(Read(request + "\n" + agent).status(), {"line 3: session_id is \"a\", must be absent, as on line 1"});
+  ExpectSays(Read("\n" + agent + request).status(), {"line 3: session_id is missing, must be given, as on line 2"});
+}
+
+TEST(TraceTest, ErrorsNameTheFile) {
+  const std::string path = absl::StrCat(::testing::TempDir(), "/lengths.jsonl");
+  std::ofstream(path) << Line(0, 512, "1") << Line(0, 512, "1, 2");
+  ExpectSays(ReadTraceFile(path, 512, nullptr).status(), {path + ", line 2: input_length is 512"});
+  EXPECT_TRUE(ReadTraceFile(path, 256, nullptr).status().message().find(path + ", line 1: ") == 0)
+      << "one block of 256 is too few for 512 tokens";
+  EXPECT_TRUE(ReadTraceFile(path, 400, nullptr).ok());
+  std::ofstream(path) << "[\n" << Line(0, 512, "1") << "]\n";
+  ExpectSays(ReadTraceFile(path, 512, nullptr).status(), {path + ", line 1 is \"[\", must be a JSON object"});
 }
 
 // A line nests as deep as it is long.
@@ -176,6 +249,18 @@ TEST(ReplayTest, WhatWillHardlyReturnIsNotCopied) {
   std::printf("copied %llu of %llu blocks, hits %.3f and %.3f\n",
               static_cast<unsigned long long>(some->tiers[0].demoted_blocks),
               static_cast<unsigned long long>(all->tiers[0].demoted_blocks), some->all.ratio(), all->all.ratio());
+}
+
+TEST(ReplayTest, WhatIsOfASecondTierNeedsOne) {
+  const Trace trace = TraceOf({{0}});
+  ReplayOptions options{.tiers = {{"host", 9}}, .policy = "cost", .writes_named = true};
+  ExpectSays(Replay(trace, options).status(), {"--write-named is given with one tier", "a second --tier"});
+  options.writes_named = false;
+  options.least_chance = 0.5;
+  ExpectSays(Replay(trace, options).status(), {"--least-chance is 0.5 with one tier", "a second --tier"});
+  options.tiers.push_back({"disk", 9});
+  options.writes_named = true;
+  EXPECT_TRUE(Replay(trace, options).ok());
 }
 
 TEST(ReplayTest, ARequestThatDoesNotFitStoresNothing) {

@@ -10,6 +10,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "kvmanager/base/json_text.h"
 #include "kvmanager/base/status.h"
 
@@ -18,31 +19,45 @@ namespace {
 
 class Reader {
  public:
+  /// file: its path and ", ", for errors; or empty.
+  Reader(std::string file, uint64_t block_tokens) : file_(std::move(file)), block_tokens_(block_tokens) {}
+
+  std::string At(size_t number) const { return absl::StrCat(file_, "line ", number); }
+
   absl::Status AddLine(const std::string& line, size_t number) {
-    const std::string at = absl::StrCat("line ", number);
+    constexpr size_t kShown = 40;
+    const std::string at = At(number);
     const nlohmann::json read = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!read.is_object()) return InvalidField(at, line.substr(0, 40), "a JSON object");
+    if (!read.is_object()) {
+      return InvalidField(at, JsonText(nlohmann::json(line.substr(0, kShown))), "a JSON object: one request a line");
+    }
     if (trace_.requests.size() == Trace::kRequestsMax) {
       return InvalidField(at, "one more request", absl::StrCat("at most ", Trace::kRequestsMax));
     }
     TraceRequest request;
     double ms = 0;
-    KV_RETURN_IF_ERROR(ReadTime(read, at, &ms));
+    KV_RETURN_IF_ERROR(CheckFormat(read, at, number));
+    KV_RETURN_IF_ERROR(ReadTime(read, at, number, &ms));
     request.at_s = ms / 1000;
     KV_RETURN_IF_ERROR(ReadCount(read, at, "input_length", /*required=*/true, &request.input_tokens));
     KV_RETURN_IF_ERROR(ReadCount(read, at, "output_length", /*required=*/false, &request.output_tokens));
     const auto ids = read.find("hash_ids");
     if (ids == read.end() || !ids->is_array() || ids->size() > Trace::kRequestBlocksMax) {
-      return InvalidField(absl::StrCat(at, ": hash_ids"), ids == read.end() ? "missing" : "given",
-                          absl::StrCat("an array of at most ", Trace::kRequestBlocksMax, " integers"));
+      return InvalidField(absl::StrCat(at, ": hash_ids"),
+                          ids == read.end() ? "missing"
+                          : ids->is_array() ? absl::StrCat("of ", ids->size(), " blocks")
+                                            : JsonText(*ids),
+                          absl::StrCat("an array of at most ", Trace::kRequestBlocksMax, " integers, one for a block"));
     }
+    KV_RETURN_IF_ERROR(CheckLength(request.input_tokens, ids->size(), at));
     request.first = trace_.blocks.size();
     for (const nlohmann::json& id : *ids) {
       if (!id.is_number_integer()) return InvalidField(absl::StrCat(at, ": hash_ids"), JsonText(id), "integers");
       const auto [place, is_new] =
           numbers_.try_emplace(id.get<int64_t>(), Seen{static_cast<uint32_t>(numbers_.size()), SIZE_MAX});
       if (std::exchange(place->second.line, number) == number) {
-        return InvalidField(absl::StrCat(at, ": hash_ids"), JsonText(id), "named once: it says all tokens before it");
+        return InvalidField(absl::StrCat(at, ": hash_ids"), JsonText(id),
+                            "named once in a line, as it stands for all tokens up to the block's end");
       }
       trace_.blocks.push_back(place->second.number);
     }
@@ -51,6 +66,7 @@ class Reader {
     return absl::OkStatus();
   }
   Trace Finish() {
+    // Sessions may follow one another in the file whenever they began.
     std::stable_sort(trace_.requests.begin(), trace_.requests.end(),
                      [](const TraceRequest& a, const TraceRequest& b) { return a.at_s < b.at_s; });
     trace_.distinct = numbers_.size();
@@ -62,13 +78,31 @@ class Reader {
     uint32_t number;
     size_t line;  // the last that named it
   };
-  absl::Status ReadTime(const nlohmann::json& read, const std::string& at, double* ms) {
+  struct Begun {
+    double ms = 0;
+    size_t line = 0;  // 0: none has begun
+  };
+
+  absl::Status CheckFormat(const nlohmann::json& read, const std::string& at, size_t number) {
+    const auto session = read.find("session_id");
+    const bool of_agent = session != read.end();
+    if (first_line_ == 0) {
+      first_line_ = number;
+      of_agents_ = of_agent;
+    }
+    if (of_agent == of_agents_) return absl::OkStatus();
+    return InvalidField(absl::StrCat(at, ": session_id"), of_agent ? JsonText(*session) : "missing",
+                        absl::StrCat(of_agents_ ? "given, as on line " : "absent, as on line ", first_line_,
+                                     ": a file has lines of one format; put those with session_id and those without "
+                                     "into files of their own"));
+  }
+  absl::Status ReadTime(const nlohmann::json& read, const std::string& at, size_t number, double* ms) {
     const auto session = read.find("session_id"), stamp = read.find("timestamp"), delay = read.find("delay");
     const auto is_time = [&](auto field) {
       return field != read.end() && field->is_number() && field->template get<double>() >= 0;
     };
-    double* last = nullptr;
-    if (session != read.end()) {
+    Begun* last = &request_;
+    if (of_agents_) {
       if (!session->is_string() && !session->is_number_integer()) {
         return InvalidField(absl::StrCat(at, ": session_id"), JsonText(*session), "a text or an integer");
       }
@@ -76,8 +110,8 @@ class Reader {
     }
     if (is_time(stamp)) {
       *ms = stamp->get<double>();
-    } else if (last != nullptr && stamp == read.end() && (delay == read.end() || is_time(delay))) {
-      *ms = *last + (delay == read.end() ? 0 : delay->get<double>());
+    } else if (of_agents_ && stamp == read.end() && (delay == read.end() || is_time(delay))) {
+      *ms = last->ms + (delay == read.end() ? 0 : delay->get<double>());
     } else {
       return InvalidField(absl::StrCat(at, ": timestamp"), stamp == read.end() ? "missing" : JsonText(*stamp),
                           "milliseconds, or none with session_id and delay");
@@ -85,8 +119,32 @@ class Reader {
     if (*ms > Trace::kTimeMsMax) {
       return InvalidField(absl::StrCat(at, ": timestamp"), *ms, absl::StrCat("at most ", Trace::kTimeMsMax));
     }
-    if (last != nullptr) *last = *ms;
+    if (last->line > 0 && *ms < last->ms) {
+      const std::string before = absl::StrFormat("%.15g or more, ", last->ms);
+      return InvalidField(absl::StrCat(at, ": timestamp"), JsonText(*stamp),
+                          of_agents_
+                              ? absl::StrCat(before, "when the request before of this session_id begins, on line ",
+                                             last->line, ": put the lines of a session in order of time")
+                              : absl::StrCat(before, "the timestamp of line ", last->line,
+                                             ": put the lines in order of time (jq -s -c 'sort_by(.timestamp)[]')"));
+    }
+    *last = {*ms, number};
     return absl::OkStatus();
+  }
+  static bool Fits(uint64_t tokens, uint64_t blocks, uint64_t block_tokens) {
+    const uint64_t full = tokens / block_tokens;
+    return full == blocks || (tokens % block_tokens > 0 && full + 1 == blocks);
+  }
+  absl::Status CheckLength(uint64_t tokens, uint64_t blocks, const std::string& at) const {
+    if (Fits(tokens, blocks, block_tokens_)) return absl::OkStatus();
+    uint64_t other = Trace::kBlockTokensMax;
+    while (other > 0 && !Fits(tokens, blocks, other)) other /= 2;
+    return InvalidField(
+        absl::StrCat(at, ": input_length"), tokens,
+        absl::StrCat(blocks == 0 ? 0 : (blocks - 1) * block_tokens_ + 1, "..", (blocks + 1) * block_tokens_ - 1,
+                     ", as hash_ids has ", blocks, " blocks of ", block_tokens_,
+                     " tokens: correct the line, or give --trace-block-tokens, the tokens of the trace's blocks",
+                     other > 1 && blocks > 1 ? absl::StrCat(" (", other, " would fit this line)") : ""));
   }
   static absl::Status ReadCount(const nlohmann::json& read, const std::string& at, const char* name, bool required,
                                 uint64_t* count) {
@@ -100,22 +158,24 @@ class Reader {
     return absl::OkStatus();
   }
 
+  const std::string file_;
+  const uint64_t block_tokens_;
   Trace trace_;
+  size_t first_line_ = 0;  // 0: there was none yet
+  bool of_agents_ = false;
+  Begun request_;  // the last one without session_id
   absl::flat_hash_map<int64_t, Seen> numbers_;
-  absl::flat_hash_map<std::string, double> sessions_;  // when the last request began, ms
+  absl::flat_hash_map<std::string, Begun> sessions_;  // their last requests
 };
 
-}  // namespace
-
-absl::StatusOr<Trace> ReadTrace(std::istream& in, const std::function<void(size_t)>& progress) {
+absl::StatusOr<Trace> ReadLines(std::istream& in, Reader reader, const std::function<void(size_t)>& progress) {
   constexpr size_t kLinesBetween = 4096;
-  Reader reader;
   std::string line;
   size_t bytes = 0;
   for (size_t number = 1; std::getline(in, line); ++number) {
     bytes += line.size() + 1;
     if (line.size() > Trace::kLineBytesMax) {
-      return InvalidField(absl::StrCat("line ", number), absl::StrCat(line.size(), " bytes"),
+      return InvalidField(reader.At(number), absl::StrCat(line.size(), " bytes"),
                           absl::StrCat("at most ", Trace::kLineBytesMax));
     }
     if (line.find_first_not_of(" \t\r") != std::string::npos) KV_RETURN_IF_ERROR(reader.AddLine(line, number));
@@ -124,10 +184,17 @@ absl::StatusOr<Trace> ReadTrace(std::istream& in, const std::function<void(size_
   return reader.Finish();
 }
 
-absl::StatusOr<Trace> ReadTraceFile(const std::string& path, const std::function<void(size_t)>& progress) {
+}  // namespace
+
+absl::StatusOr<Trace> ReadTrace(std::istream& in, uint64_t block_tokens, const std::function<void(size_t)>& progress) {
+  return ReadLines(in, Reader("", block_tokens), progress);
+}
+
+absl::StatusOr<Trace> ReadTraceFile(const std::string& path, uint64_t block_tokens,
+                                    const std::function<void(size_t)>& progress) {
   std::ifstream in(path);
   if (!in.is_open()) return absl::NotFoundError(absl::StrCat("--trace: ", path, " cannot be read"));
-  KV_ASSIGN_OR_RETURN(Trace trace, ReadTrace(in, progress));
+  KV_ASSIGN_OR_RETURN(Trace trace, ReadLines(in, Reader(absl::StrCat(path, ", "), block_tokens), progress));
   if (trace.blocks.empty()) return InvalidField("--trace", path, "a file with at least one request that has hash_ids");
   return trace;
 }

@@ -23,27 +23,29 @@ class TraceTarget final : public FuzzTarget {
   std::vector<std::string> Seeds() override {
     const std::string requests =
         R"({"timestamp": 0, "input_length": 1500, "output_length": 5, "hash_ids": [0, 1, 2]}
-{"timestamp": 27482, "input_length": 900, "output_length": 0, "hash_ids": [0, 3], "type": "text"}
+{"timestamp": 1e3, "input_length": 3, "hash_ids": []}
 
 {"timestamp": 1000.5, "input_length": 2048, "hash_ids": [0, 1, 2, 4]}
-{"timestamp": 1e3, "input_length": 3, "hash_ids": []}
+{"timestamp": 27482, "input_length": 900, "output_length": 0, "hash_ids": [0, 3], "type": "text"}
 )";
     const std::string agents =
-        R"({"session_id": "a", "timestamp": 100, "input_length": 512, "hash_ids": [-1, 9223372036854775807]}
+        R"({"session_id": "a", "timestamp": 100, "input_length": 513, "hash_ids": [-1, 9223372036854775807]}
 {"session_id": 7, "input_length": 1, "hash_ids": [18446744073709551615]}
-{"session_id": "a", "delay": 50, "input_length": 700, "output_length": 3, "hash_ids": [-1, 9223372036854775807, 5]}
-{"session_id": 7, "delay": 0.25, "input_length": 1, "hash_ids": [2, 4]}
+{"session_id": "a", "delay": 50, "input_length": 1700, "output_length": 3, "hash_ids": [-1, 9223372036854775807, 5]}
+{"session_id": 7, "delay": 0.25, "input_length": 1024, "hash_ids": [2, 4]}
 )";
     std::vector<std::string> seeds;
-    for (char policy = 'a'; policy < 'a' + 15; ++policy) seeds.push_back(policy + requests + agents);
-    seeds.push_back("a" + requests);
-    seeds.push_back("z" + agents);
+    for (char policy = 'a'; policy < 'a' + 15; ++policy) {
+      seeds.push_back(policy + requests);
+      seeds.push_back(policy + agents);
+    }
+    seeds.push_back("a" + requests + agents);  // of two formats: refused
     return seeds;
   }
   void Run(absl::Span<const uint8_t> input) override {
     if (input.empty()) return;
     std::istringstream in{std::string(TextOf(input.subspan(1)))};
-    const absl::StatusOr<Trace> trace = simulator::ReadTrace(in, nullptr);
+    const absl::StatusOr<Trace> trace = simulator::ReadTrace(in, Trace::kBlockTokens, nullptr);
     MustExplain(trace.status());
     if (!trace.ok()) return;
     MustHold(*trace);
