@@ -14,7 +14,9 @@
 #include "absl/strings/str_format.h"
 #include "codecs/calibrate/measured.h"
 #include "examples/engine/calibrate.h"
+#include "examples/engine/observe.h"
 #include "examples/engine/program.h"
+#include "kvmanager/base/exit_code.h"
 #include "kvmanager/base/safetensors.h"
 #include "kvmanager/base/status.h"
 
@@ -173,8 +175,12 @@ void AddCalibrateOptions(CLI::App& app, CalibrateArguments& a) {
   artifact->needs(measured)->excludes(model)->excludes(capture)->excludes(codec);
   measured->needs(artifact);
   app.add_option("--out", a.out, "FILE.safetensors to write")->required();
-  app.add_option("--windows", a.windows, "windows of the text to train on, from its beginning")->capture_default_str();
-  app.add_option("--window", a.window, "tokens of a window")->capture_default_str();
+  app.add_option("--windows", a.windows, "windows of the text to train on, from its beginning")
+      ->check(CLI::Range(1, CalibrateOptions::kWindowsMax))
+      ->capture_default_str();
+  app.add_option("--window", a.window, "tokens of a window")
+      ->check(CLI::Range(ObserveOptions::kPageTokens, CalibrateOptions::kWindowTokensMax))
+      ->capture_default_str();
   app.add_option("--choice-windows", a.choice_windows,
                  "windows behind those on which defaults (mode, allocation) are chosen; 0: do not measure")
       ->check(CLI::Range(0, 64))
@@ -192,10 +198,11 @@ absl::Status RunCalibrate(const CalibrateArguments& arguments) {
   const auto begun = std::chrono::steady_clock::now();
   if (!arguments.artifact.empty()) return AddMeasured(arguments);
   if (arguments.model.empty() && arguments.capture.empty()) {
-    return absl::InvalidArgumentError(
-        "calibrate wants --model DIR --text FILE, or --capture FILE, or --artifact FILE --measured FILE");
+    return Misuse(absl::InvalidArgumentError(
+        "calibrate wants --model DIR --text FILE, or --capture FILE, or --artifact FILE --measured FILE"));
   }
-  if (arguments.codecs.empty()) return InvalidField("--codec", "absent", "what to train, zack+hack for example");
+  if (arguments.codecs.empty())
+    return Misuse(InvalidField("--codec", "absent", "what to train, zack+hack for example"));
   CalibrateOptions options;
   options.codecs = arguments.codecs;
   options.windows = arguments.windows;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_format.h"
 #include "examples/engine/capture_model.h"
 #include "examples/engine/program.h"
+#include "kvmanager/base/exit_code.h"
 #include "kvmanager/base/safetensors.h"
 #include "kvmanager/base/status.h"
 
@@ -32,9 +33,10 @@ absl::Status RunCapture(const CaptureArguments& arguments) {
   options.threads = arguments.threads == 0 ? CoreCount() : arguments.threads;
   options.output_projection = arguments.output_projection;
   if (arguments.dtype != "f16" && arguments.dtype != "f32") {
-    return InvalidField("--dtype", arguments.dtype, "f16 or f32");
+    return Misuse(InvalidField("--dtype", arguments.dtype, "f16 or f32"));
   }
   options.dtype = arguments.dtype == "f16" ? DType::kFloat16 : DType::kFloat32;
+  KV_RETURN_IF_ERROR(Misuse(CheckCaptureOptions(options)));
   KV_RETURN_IF_ERROR(CheckTensorsOut("--out", arguments.out));
   KV_ASSIGN_OR_RETURN(const std::string text, ReadFile(arguments.text, CaptureOptions::kTokensMax));
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(arguments.model));

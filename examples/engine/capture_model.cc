@@ -66,7 +66,7 @@ std::string NameOf(int layer, const char* part) { return absl::StrCat("layers.",
 
 }  // namespace
 
-absl::Status CheckCapture(const ModelConfig& config, absl::Span<const uint8_t> text, const CaptureOptions& options) {
+absl::Status CheckCaptureOptions(const CaptureOptions& options) {
   if (options.dtype != DType::kFloat16 && options.dtype != DType::kFloat32) {
     return InvalidField("dtype", "bfloat16", "float16 or float32");
   }
@@ -82,6 +82,11 @@ absl::Status CheckCapture(const ModelConfig& config, absl::Span<const uint8_t> t
     return InvalidField("tokens", options.tokens,
                         absl::StrCat("at most ", options.window, ", those of one window, or a multiple of them"));
   }
+  return absl::OkStatus();
+}
+
+absl::Status CheckCapture(const ModelConfig& config, absl::Span<const uint8_t> text, const CaptureOptions& options) {
+  KV_RETURN_IF_ERROR(CheckCaptureOptions(options));
   if (text.size() < uint64_t(options.tokens)) {
     return InvalidField("text bytes", text.size(),
                         absl::StrCat("at least ", options.tokens, ", the tokens to capture"));

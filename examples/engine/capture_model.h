@@ -26,6 +26,9 @@ struct CaptureOptions {
   bool output_projection = false;  // layers.{i}.w_o too
 };
 
+/// The part of CheckCapture that needs neither model nor text.
+absl::Status CheckCaptureOptions(const CaptureOptions& options);
+
 /// What CaptureModel would refuse, before any work: INVALID_ARGUMENT (tokens, window, dtype, size; a text that is too
 /// short).
 absl::Status CheckCapture(const ModelConfig& config, absl::Span<const uint8_t> text, const CaptureOptions& options);

@@ -56,8 +56,8 @@ absl::Status CheckWritable(absl::string_view option, const std::string& path) {
 }
 
 absl::Status CheckTensorsOut(absl::string_view option, const std::string& path) {
-  if (path.empty()) return InvalidField(option, "empty", "a file's path");
-  if (!absl::EndsWith(path, ".safetensors")) return InvalidField(option, path, "FILE.safetensors");
+  if (path.empty()) return Misuse(InvalidField(option, "empty", "a file's path"));
+  if (!absl::EndsWith(path, ".safetensors")) return Misuse(InvalidField(option, path, "FILE.safetensors"));
   return CheckWritable(option, path);
 }
 
@@ -89,9 +89,10 @@ void Progress::Say(absl::string_view line) {
 }
 
 int ExitCode(const char* program, const absl::Status& status) {
-  if (status.ok()) return 0;
-  std::fprintf(stderr, "%s: %s\n", program, status.ToString(absl::StatusToStringMode::kWithNoExtraData).c_str());
-  return 1;
+  if (!status.ok()) {
+    std::fprintf(stderr, "%s: %s\n", program, status.ToString(absl::StatusToStringMode::kWithNoExtraData).c_str());
+  }
+  return ExitCodeOf(status);
 }
 
 int CoreCount() { return std::max(1u, std::thread::hardware_concurrency()); }

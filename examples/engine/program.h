@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "kvmanager/base/exit_code.h"
 
 namespace kvmanager::engine {
 
@@ -17,7 +18,7 @@ absl::Status WriteFile(const std::string& path, absl::string_view content);
 /// Before long work: whether WriteFile(path) would succeed in the end; what is there stays as it is. Errors:
 /// INVALID_ARGUMENT (`option`: a directory), NOT_FOUND (its directory), UNAVAILABLE.
 absl::Status CheckWritable(absl::string_view option, const std::string& path);
-/// CheckWritable for FILE.safetensors. Errors: INVALID_ARGUMENT (empty, another extension) too.
+/// CheckWritable for FILE.safetensors. Errors: INVALID_ARGUMENT (empty, another extension), a misuse, too.
 absl::Status CheckTensorsOut(absl::string_view option, const std::string& path);
 
 /// A progress bar on stderr if that is a terminal, else a line at every tenth. One thread.
@@ -36,9 +37,9 @@ class Progress {
 };
 
 /// Of a command line that is wrong.
-inline constexpr int kUsageExitCode = 2;
+inline constexpr int kUsageExitCode = kExitMisused;
 
-/// Prints "PROGRAM: CODE: message" and gives the exit code: 0 for OK, else 1.
+/// Prints "PROGRAM: CODE: message" and gives the exit code: ExitCodeOf(status).
 int ExitCode(const char* program, const absl::Status& status);
 
 /// Cores that this process may run on, at least 1.

@@ -22,6 +22,7 @@
 #include "examples/engine/model.h"
 #include "examples/engine/program.h"
 #include "examples/engine/tuning.h"
+#include "kvmanager/base/exit_code.h"
 #include "kvmanager/base/safetensors.h"
 #include "kvmanager/base/status.h"
 
@@ -145,8 +146,12 @@ void AddTuneOptions(CLI::App& app, TuneArguments& a) {
                  "(default: MODEL.calibration.safetensors in this folder, MODEL being the model's name)")
       ->type_name("FILE");
   app.add_option("--codec", a.codecs, "a codec or policy to try besides the built-in grid; may be repeated");
-  app.add_option("--windows", a.windows, "windows of the text to measure on")->capture_default_str();
-  app.add_option("--window", a.window, "tokens of a window")->capture_default_str();
+  app.add_option("--windows", a.windows, "windows of the text to measure on")
+      ->check(CLI::Range(1, EvaluateOptions::kWindowsMax))
+      ->capture_default_str();
+  app.add_option("--window", a.window, "tokens of a window")
+      ->check(CLI::Range(2, EvaluateOptions::kWindowTokensMax))
+      ->capture_default_str();
   app.add_option("--offset", a.offset,
                  "bytes of the text to skip; by default those that kvctl calibrate trains on, if the text goes on");
   app.add_option("--lag", a.lag_pages, "newest full pages read raw")->check(CLI::Range(0, 64))->capture_default_str();
@@ -158,7 +163,9 @@ void AddTuneOptions(CLI::App& app, TuneArguments& a) {
 
 absl::Status RunTune(const TuneArguments& arguments) {
   TuneOptions options;
-  KV_ASSIGN_OR_RETURN(options.max_loss, ParseLoss(arguments.max_loss));
+  const absl::StatusOr<double> max_loss = ParseLoss(arguments.max_loss);
+  if (!max_loss.ok()) return Misuse(max_loss.status());
+  options.max_loss = *max_loss;
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(arguments.model));
   KV_ASSIGN_OR_RETURN(const std::string text, ReadFile(arguments.text));
   // What is wrong is noticed here, not after minutes of training and measuring.
