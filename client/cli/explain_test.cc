@@ -92,15 +92,46 @@ TEST(Explain, Json) {
 }
 
 TEST(Explain, TokenIds) {
-  const auto ids = ParseTokenIds(" [1, 4294967295,0]\n");
+  const auto ids = ParseTokenIds(" [1, 4294967295,0]\n", "p.json");
   ASSERT_TRUE(ids.ok()) << ids.status();
   EXPECT_EQ(*ids, (std::vector<uint32_t>{1, 4294967295, 0}));
-  EXPECT_TRUE(ParseTokenIds("[]")->empty());
-  for (const char* const wrong :
-       {"", "1", "{}", "[-1]", "[1.5]", "[4294967296]", "[\"1\"]", "[1", "[[1]]", "[1, {\"a\": 2}]", "null"}) {
-    EXPECT_EQ(ParseTokenIds(wrong).status().code(), absl::StatusCode::kInvalidArgument) << wrong;
+  EXPECT_TRUE(ParseTokenIds("[]", "p.json")->empty());
+  EXPECT_FALSE(ParseTokenIds(std::string(1 << 20, '['), "p.json").ok());
+}
+
+TEST(Explain, SaysWhatAFileOfTokenIdsHasInstead) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"", "which is empty"},
+      {" \n", "which is empty"},
+      {"1", "begins with 1 and not with a list"},
+      {"1 2 3", "begins with 1 and not with a list"},
+      {"\"Once\"", "begins with \"Once\" and not with a list"},
+      {"null", "begins with null and not with a list"},
+      {"Once upon a time", "no JSON from byte 1 on (\"Once upon a time\")"},
+      {"[1, 2] [3]", "no JSON from byte 8 on (\"[3]\")"},
+      {"[1 234]", "no JSON from byte 4 on (\"234]\")"},
+      {"[1", "which ends before the list does"},
+      {"{}", "which is a JSON object,"},
+      {"{\"n\": {\"ids\": [1]}, \"s\": \"x\"}", "which is a JSON object,"},
+      {"{\"model\": \"m\", \"input_ids\": [1]}", "a JSON object with a list in \"input_ids\""},
+      {"{\"input_ids\": [1]}", "`jq .input_ids` takes that out"},
+      {"[-1]", "whose entry 1 is -1"},
+      {"[1, 1.5]", "whose entry 2 is 1.5"},
+      {"[1, 2, 4294967296]", "whose entry 3 is 4294967296"},
+      {"[99999999999999999999]", "whose entry 1 is 99999999999999999999"},
+      {"[\"1\"]", "whose entry 1 is \"1\""},
+      {"[[1]]", "whose entry 1 is a list"},
+      {"[[1]]", "of several prompts give one"},
+      {"[1, {\"a\": 2}]", "whose entry 2 is an object"},
+      {"\x93NUMPY\x01\x00v", "which is binary"},
+  };
+  for (const auto& [text, found] : cases) {
+    const absl::Status status = ParseTokenIds(text, "p.json").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << text;
+    for (const char* const words : {"--tokens is p.json, ", found, "a list in JSON", "[1, 15043, 3186]"}) {
+      EXPECT_NE(std::string(status.message()).find(words), std::string::npos) << words << " is not in: " << status;
+    }
   }
-  EXPECT_FALSE(ParseTokenIds(std::string(1 << 20, '[')).ok());
 }
 
 TEST(Explain, Keys) {

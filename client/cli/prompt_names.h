@@ -31,8 +31,8 @@ struct NamedPrompt {
   std::vector<CacheDescription> caches;
 };
 
-/// A list of token ids in JSON, each 0..2^32 - 1. Errors: INVALID_ARGUMENT.
-absl::StatusOr<std::vector<uint32_t>> ParseTokenIds(absl::string_view json);
+/// A list of token ids in JSON, each 0..2^32 - 1. Errors: INVALID_ARGUMENT, which say what `file` has instead.
+absl::StatusOr<std::vector<uint32_t>> ParseTokenIds(absl::string_view json, absl::string_view file);
 /// Keys of 64 hexadecimal digits. Errors: INVALID_ARGUMENT.
 absl::StatusOr<std::vector<BlockName>> ParseKeys(absl::Span<const std::string> keys);
 
