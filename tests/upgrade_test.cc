@@ -63,6 +63,7 @@ class UpgradeTest : public RestartedDaemonTest {
     const CommandResult result = Upgrade(flags);
     EXPECT_EQ(result.status, 1) << result.output;
     EXPECT_NE(result.output.find(words), std::string::npos) << result.output;
+    EXPECT_EQ(result.output.find("is the daemon running"), std::string::npos) << result.output;
     ASSERT_OK_AND_ASSIGN(const client::DaemonDescription now, client_->Status());
     EXPECT_EQ(now.boot_epoch, boot_epoch_) << "the daemon is not to notice";
     EXPECT_FALSE(now.draining);
@@ -333,6 +334,34 @@ TEST_F(UpgradeTest, WhereTheNewProgramGoesMeanwhileTheOldOneGoesOn) {
   EXPECT_TRUE(log_.Says("fickle cannot be run")) << log_.Text();
   ASSERT_OK_AND_ASSIGN(cache, client_->OpenCache(options_));
   EXPECT_EQ(Compare(*cache, {1, Kind::kNormal, options_}, 5), 5);
+}
+
+// What kvctl prints then starts the daemon with all of its flags.
+TEST_F(UpgradeTest, WhereTheNewProgramEndsKvctlSaysHowToStartTheDaemonAgain) {
+  const std::string program =
+      Script("ends", absl::StrCat("[ \"$1\" = --check ] && exec '", Real(), "' \"$@\"\nexit 3"));
+  StartKept({"--tenant-most-percent", "90"});
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options_));
+  Publish(*cache, {1, Kind::kNormal, options_}, 5);
+  cache.reset();
+  const CommandResult result = Upgrade({"--program", program, "--wait-s", "1"});
+  EXPECT_EQ(result.status, 1) << result.output;
+  for (const std::string& words : {absl::StrCat("Process ", daemon_->pid(), " has ended."), std::string("--state-dir"),
+                                   std::string("--tenant-most-percent 90")}) {
+    EXPECT_NE(result.output.find(words), std::string::npos) << words << " is not in: " << result.output;
+  }
+  EXPECT_EQ(result.output.find("is the daemon running"), std::string::npos) << result.output;
+  const size_t begin = result.output.find("\n  ");
+  ASSERT_NE(begin, std::string::npos) << result.output;
+  const std::string command = result.output.substr(begin + 3, result.output.find('\n', begin + 1) - begin - 3);
+  ASSERT_OK_AND_ASSIGN(const auto again, ChildProcess::Start({"/bin/sh", "-c", absl::StrCat("exec ", command)}));
+  ASSERT_OK_AND_ASSIGN(const std::string ready, again->ReadLine());
+  EXPECT_EQ(ready.find("kvmanagerd ready"), 0u) << ready;
+  ASSERT_OK(client_->Reconnect());
+  ASSERT_OK_AND_ASSIGN(cache, client_->OpenCache(options_));
+  EXPECT_EQ(Compare(*cache, {1, Kind::kNormal, options_}, 5), 5);
+  cache.reset();
+  client_.reset();
 }
 
 // A call that does not end is given up after a second, and sequences are lost, as in any restart.

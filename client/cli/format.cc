@@ -379,16 +379,24 @@ std::string Advice(const absl::Status& error, absl::string_view address) {
       tls ? absl::StrCat("tcp:", address.substr(4), " --tls-cert FILE --tls-key FILE") : std::string(address);
   switch (error.code()) {
     case absl::StatusCode::kUnavailable:
+      if (DetailOf(error).field == kUpgradeField) return "";  // it says itself what to start
       return absl::StrCat(
-          "is the daemon running, and listening there? Start it with\n  kvmanagerd --listen ", at,
-          " --host-pool-bytes 4GiB --metrics-listen 127.0.0.1:9090\nor say where it is with --connect ADDRESS or "
+          "is the daemon running, and listening there? If it has run before, start it with the flags that it had, "
+          "--state-dir among them (a service: systemctl start kvmanagerd). Start a new one with\n  kvmanagerd "
+          "--listen ",
+          at,
+          " --host-pool-bytes 4GiB --metrics-listen 127.0.0.1:9464\nor say where it is with --connect ADDRESS or "
           "KVMANAGER_ADDRESS (unix:PATH, tcp:HOST:PORT or tls:HOST:PORT). Who may connect to a Unix socket is up to "
           "its "
           "file's permissions: ls -l shows them.");
     case absl::StatusCode::kDeadlineExceeded:
       return "the daemon is there but does not answer: see its log and its metrics; --deadline-ms waits longer.";
-    case absl::StatusCode::kNotFound:
-      return "`kvctl caches` and `kvctl sequences` list what there is.";
+    case absl::StatusCode::kNotFound: {
+      const std::string field = DetailOf(error).field;  // another option names a file
+      return absl::StartsWith(field, "--") && field != "--cache"
+                 ? ""
+                 : "`kvctl caches` and `kvctl sequences` list what there is.";
+    }
     case absl::StatusCode::kUnimplemented:
       return "the daemon is older than this kvctl: install both from one release.";
     case absl::StatusCode::kPermissionDenied:

@@ -40,6 +40,9 @@ nlohmann::json ToJson(const std::vector<LimitDescription>& limits);
 /// {"error": {"code", "message", "field", "value", "bound", "advice"}}; empty parts are left out.
 nlohmann::json ErrorToJson(const absl::Status& error, absl::string_view address);
 
+/// The field of an error of an upgrade whose message says what to do next.
+inline constexpr char kUpgradeField[] = "upgrade";
+
 /// What to do next about `error` of a daemon at `address`; empty if nothing helps but reading it.
 std::string Advice(const absl::Status& error, absl::string_view address);
 

@@ -147,6 +147,11 @@ TEST(Format, AnyBytesOfAClientMakeValidJson) {
 TEST(Format, ErrorsSayWhatToDoNext) {
   const auto gone = absl::UnavailableError("cannot connect");
   EXPECT_NE(Advice(gone, "unix:/x").find("kvmanagerd --listen unix:/x"), std::string::npos);
+  EXPECT_NE(Advice(gone, "unix:/x").find("the flags that it had, --state-dir among them"), std::string::npos);
+  EXPECT_EQ(Advice(WithDetail(gone, {.field = kUpgradeField}), "unix:/x"), "") << "it says itself how to start it";
+  const auto missing = [](const char* field) { return FieldError(absl::StatusCode::kNotFound, field, "x", "y"); };
+  EXPECT_NE(Advice(missing("--cache"), "unix:/x").find("kvctl caches"), std::string::npos);
+  EXPECT_EQ(Advice(missing("--tokens"), "unix:/x"), "") << "a file";
   const auto json = ErrorToJson(InvalidField("cache_id", 9, "0..3"), "unix:/x")["error"];
   EXPECT_EQ(json["code"], "INVALID_ARGUMENT");
   EXPECT_EQ(json["field"], "cache_id");

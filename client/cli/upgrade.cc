@@ -12,6 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "client/cli/daemon_command.h"
+#include "client/cli/format.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::client::cli {
@@ -43,7 +45,19 @@ absl::StatusOr<Upgraded> Upgrade(std::unique_ptr<Client> client, const std::stri
   // The daemon is in another folder.
   if (!program.empty()) program = std::filesystem::absolute(program, error).lexically_normal().string();
   KV_ASSIGN_OR_RETURN(const DaemonDescription before, client->Status());
-  KV_RETURN_IF_ERROR(client->Upgrade(program, arguments.cold));
+  const DaemonCommand command = CommandOf(address);  // it is not to be seen any more once the daemon has gone
+  const auto failed = [&](const std::string& what) {
+    const bool runs = command.pid > 0 && Runs(absl::StrCat("/proc/", command.pid));
+    return WithDetail(absl::UnavailableError(
+                          absl::StrCat(what, "\n", HowToStartAgain(command, runs, arguments.program, arguments.cold))),
+                      {.field = kUpgradeField});
+  };
+  if (absl::Status refused = client->Upgrade(program, arguments.cold); !refused.ok()) {
+    if (!absl::IsUnavailable(refused)) return refused;
+    // Of the keeper: the daemon is there.
+    if (client->Status().ok()) return WithDetail(refused, {.field = kUpgradeField});
+    return failed(std::string(refused.message()));
+  }
   const auto asked = steady_clock::now();
   client.reset();
   Upgraded upgraded{.from = before.version};
@@ -59,13 +73,18 @@ absl::StatusOr<Upgraded> Upgrade(std::unique_ptr<Client> client, const std::stri
           static_cast<uint64_t>(std::llround(MetricOf(metrics, "kvmanager_recovered_blocks_total")));
       return upgraded;
     }
-    if (SecondsSince(asked) >= arguments.wait_s) {
-      return absl::UnavailableError(
-          absl::StrCat("the daemon took the new program, which does not serve after ", arguments.wait_s,
-                       " s: its log says why; start the earlier one, whose --state-dir has what was published. ",
-                       now.ok() ? "The earlier one still answers" : now.status().message()));
+    if (SecondsSince(asked) < arguments.wait_s) {
+      std::this_thread::sleep_for(kTry);
+      continue;
     }
-    std::this_thread::sleep_for(kTry);
+    if (now.ok()) {
+      return WithDetail(absl::UnavailableError(absl::StrCat("the daemon took the new program, and still serves itself "
+                                                            "after ",
+                                                            arguments.wait_s, " s: its log says why")),
+                        {.field = kUpgradeField});
+    }
+    return failed(absl::StrCat("the daemon took the new program, which does not serve after ", arguments.wait_s,
+                               " s: its log says why (", now.status().message(), ")"));
   }
 }
 

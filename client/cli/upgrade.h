@@ -23,8 +23,9 @@ struct Upgraded {
   uint64_t found_blocks = 0;  // published, in host memory
 };
 
-/// client: of a daemon at `address`, to which `options` lead again. Errors: the client's; UNAVAILABLE: the new program
-/// does not serve.
+/// client: of a daemon at `address`, to which `options` lead again. Errors: the client's; UNAVAILABLE about
+/// kUpgradeField: the new program does not serve, with the command that starts the earlier one, as far as this host
+/// says it.
 absl::StatusOr<Upgraded> Upgrade(std::unique_ptr<Client> client, const std::string& address, Client::Options options,
                                  const UpgradeArguments& arguments);
 
