@@ -1,4 +1,5 @@
 // kvctl explain against a daemon: why each block of a prompt is there, or not.
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -225,16 +226,54 @@ TEST_F(ExplainTest, KeysAndWrongUse) {
   const std::string tokens = TokensFile(source, kPageTokens);
   EXPECT_EQ(Run({"--help"}).status, 0);
   for (const std::vector<std::string>& words : std::vector<std::vector<std::string>>{
-           {}, {"--tokens", tokens}, {"--cache", "x", "--tokens", tokens}, {"--cache", "1"}}) {
+           {}, {"--tokens", tokens}, {"--cache", "x", "--tokens", tokens}, {"--cache", "1"}, {"--keys", "12"}}) {
     EXPECT_EQ(Run(words).status, 2);
   }
   for (const std::vector<std::string>& words :
        std::vector<std::vector<std::string>>{{"--cache", "99", "--tokens", tokens},
                                              {"--cache", "1", "--tokens", tokens + ".none"},
-                                             {"--cache", "1", "--tokens", TokensFile(source, kPageTokens - 1)},
-                                             {"--keys", "12"}}) {
+                                             {"--cache", "1", "--tokens", TokensFile(source, kPageTokens - 1)}}) {
     EXPECT_EQ(Run(words).status, 1);
   }
+}
+
+TEST_F(ExplainTest, SaysWhatAFileOfTokensHasInstead) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(Options("a")));
+  const std::string id = absl::StrCat(cache->description().id), path = directory_.path() + "/prompt";
+  const auto error = [&](const std::string& file) {
+    const CommandResult result = Run({"--json", "--cache", id, "--tokens", file});
+    EXPECT_EQ(result.status, 1) << result.output;
+    const nlohmann::json answer = nlohmann::json::parse(result.output, nullptr, false);
+    EXPECT_FALSE(answer.is_discarded()) << result.output;
+    return answer.is_discarded() ? nlohmann::json() : answer["error"];
+  };
+  const auto says = [&](const std::string& content, const std::string& found) {
+    std::ofstream(path, std::ios::binary) << content;
+    const nlohmann::json said = error(path);
+    EXPECT_EQ(said["code"], "INVALID_ARGUMENT");
+    EXPECT_NE(said["message"].get<std::string>().find(absl::StrCat("--tokens is ", path, ", ", found)),
+              std::string::npos)
+        << said;
+    return said["message"].get<std::string>();
+  };
+  const std::string message = says("Once upon a time", "which is no JSON from byte 1 on");
+  EXPECT_NE(message.find("a list in JSON of numbers 0..4294967295, such as [1, 15043, 3186]"), std::string::npos);
+  says("", "which is empty");
+  says(std::string("\x7f"
+                   "ELF\0",
+                   5),
+       "which is binary");
+  says("{\"input_ids\": [1, 2]}", "which is a JSON object with a list in");
+  says("[1, -2]", "whose entry 2 is -2");
+  EXPECT_NE(says("[1, 2]", "which has 2 token ids, must be a file with at least 64").find(id), std::string::npos);
+  std::filesystem::remove(path);
+  nlohmann::json said = error(path);
+  EXPECT_EQ(said["code"], "NOT_FOUND");
+  EXPECT_NE(said["message"].get<std::string>().find("which does not exist"), std::string::npos) << said;
+  EXPECT_FALSE(said.contains("advice")) << "the file is missing, and no cache: " << said;
+  said = error(directory_.path());
+  EXPECT_NE(said["message"].get<std::string>().find("which is a directory"), std::string::npos) << said;
 }
 
 }  // namespace

@@ -36,6 +36,14 @@ class KvctlTest : public ::testing::Test {
     EXPECT_OK(result);
     return result.ok() ? *result : CommandResult{-1, ""};
   }
+  // What it prints to either.
+  CommandResult RunWithErrors(const std::vector<std::string>& words) {
+    std::vector<std::string> argv = {"/bin/sh", "-c", "exec \"$@\" 2>&1", "sh", DataPath("client/cli/kvctl")};
+    argv.insert(argv.end(), words.begin(), words.end());
+    absl::StatusOr<CommandResult> result = RunCommand(argv);
+    EXPECT_OK(result);
+    return result.ok() ? *result : CommandResult{-1, ""};
+  }
   nlohmann::json Ask(std::vector<std::string> words) {
     words.push_back("--json");
     const CommandResult result = Run(words);
@@ -210,7 +218,7 @@ TEST_F(KvctlTest, FindsTheAdminSocketOrIsTold) {
     EXPECT_EQ(result.status, 0) << flags[1];
   }
   EXPECT_EQ(Run({"--admin", "unix:/nowhere", "status"}).status, 1);
-  EXPECT_EQ(Run({"--token-file", "/nowhere", "status"}).status, 2);
+  EXPECT_EQ(Run({"--token-file", "/nowhere", "status"}).status, 1);
 }
 
 TEST_F(KvctlTest, SaysWhatIsWrong) {
@@ -253,10 +261,129 @@ TEST_F(KvctlTest, SimulatesEviction) {
   EXPECT_NE(Run({"simulate", "--trace", trace, "--quiet"}).output.find("optimum"), std::string::npos);
   EXPECT_NE(Run({"simulate", "--help"}).output.find("hash_ids"), std::string::npos);
   EXPECT_EQ(Run({"simulate", "--trace", "/nowhere"}).status, 1);
-  EXPECT_EQ(Run({"simulate", "--trace", trace, "--tier", "host"}).status, 1);
-  EXPECT_EQ(Run({"simulate", "--trace", trace, "--rung-bytes", "1,2"}).status, 1);
-  EXPECT_EQ(Run({"simulate", "--trace", trace, "--rung-bytes", "2,1", "--block-bytes", "2"}).status, 1);
+  EXPECT_EQ(Run({"simulate", "--trace", trace, "--tier", "host"}).status, 2);
+  EXPECT_EQ(Run({"simulate", "--trace", trace, "--rung-bytes", "1,2"}).status, 2);
+  EXPECT_EQ(Run({"simulate", "--trace", trace, "--rung-bytes", "2,1", "--block-bytes", "2"}).status, 2);
   EXPECT_EQ(Run({"simulate"}).status, 2);
+}
+
+TEST_F(KvctlTest, SimulateRefusesATraceThatCannotBe) {
+  TempDir directory;
+  const std::string trace = directory.path() + "/trace.jsonl";
+  const auto refuses = [&](const std::string& second_line, const std::string& words) {
+    std::ofstream(trace) << "{\"timestamp\": 5, \"input_length\": 700, \"hash_ids\": [0, 1]}\n" << second_line << "\n";
+    const CommandResult result = RunWithErrors({"simulate", "--trace", trace, "--quiet"});
+    EXPECT_EQ(result.status, 1) << result.output;
+    EXPECT_NE(result.output.find(trace + ", line 2: " + words), std::string::npos) << words << "\n" << result.output;
+  };
+  refuses("{\"timestamp\": 5, \"input_length\": 2000, \"hash_ids\": [0, 1]}",
+          "input_length is 2000, must be 513..1535");
+  refuses("{\"timestamp\": 4, \"input_length\": 700, \"hash_ids\": [0, 1]}", "timestamp is 4, must be 5 or more");
+  refuses("{\"session_id\": 1, \"input_length\": 700, \"hash_ids\": [0, 1]}", "session_id is 1, must be absent");
+  const CommandResult one_tier = RunWithErrors({"simulate", "--trace", trace, "--write-named"});
+  EXPECT_EQ(one_tier.status, 2);
+  EXPECT_NE(one_tier.output.find("--write-named is given with one tier, must be given with a second --tier"),
+            std::string::npos)
+      << one_tier.output;
+}
+
+// 2: by itself, so there is no daemon, and no file is read. 1: something else did not do it.
+TEST_F(KvctlTest, ExitCodesSayWhatWasWrong) {
+  TempDir directory;
+  const std::string key(64, '0'), out = directory.path() + "/x.safetensors", nowhere = "unix:/nonexistent/kv.sock";
+  const auto run_at = [](const std::string& address, const std::vector<std::string>& words) {
+    std::vector<std::string> argv = {DataPath("client/cli/kvctl"), "--connect", address};
+    argv.insert(argv.end(), words.begin(), words.end());
+    const absl::StatusOr<CommandResult> result = RunCommand(argv);
+    EXPECT_OK(result);
+    return result.ok() ? result->status : -1;
+  };
+  const auto line = [](const std::vector<std::string>& words) {
+    std::string all;
+    for (const std::string& word : words) all += " " + word;
+    return all;
+  };
+  EXPECT_EQ(run_at("nonsense", {"status"}), 2);
+  EXPECT_EQ(run_at("tcp:127.0.0.1:1", {"status", "--tls-ca", "/nowhere"}), 2);
+  EXPECT_EQ(run_at("tls:127.0.0.1:1", {"status", "--tls-cert", "/nowhere"}), 2);
+  EXPECT_EQ(run_at("tls:127.0.0.1:1", {"status", "--tls-ca", "/nowhere"}), 1) << "a file";
+  for (const std::vector<std::string>& words : std::vector<std::vector<std::string>>{
+           {},
+           {"no-such-command"},
+           {"status", "--no-such-flag"},
+           {"status", "--deadline-ms", "0"},
+           {"top", "--interval", "0"},
+           {"explain"},
+           {"explain", "--keys", "12"},
+           {"retain", "--cache", "1", "--keys", key, "--priority", "50", "--ttl-s", "nan"},
+           {"retain", "--cache", "1", "--keys", key, "--priority", "50", "--blocks", "3"},
+           {"retain", "--cache", "1", "--keys", "12", "--priority", "50"},
+           {"retain", "--cache", "1", "--priority", "50"},
+           {"upgrade", "--wait-s", "0"},
+           {"purge"},
+           {"purge", "--cache", "x"},
+           {"recompute-plan", "--tokens", "640"},
+           {"recompute-plan", "--tokens", "640", "--cache", "x"},
+           {"simulate"},
+           {"simulate", "--trace", "/nowhere", "--tier", "host"},
+           {"simulate", "--trace", "/nowhere", "--policy", "fifo"},
+           {"simulate", "--trace", "/nowhere", "--codec", "no-such-codec"},
+           {"simulate", "--trace", "/nowhere", "--least-chance", "0.1"},
+           {"calibrate", "--out", out},
+           {"calibrate", "--model", "/nowhere", "--text", "/nowhere", "--out", out},
+           {"calibrate", "--model", "/nowhere", "--text", "/nowhere", "--codec", "zack", "--out", "x.txt"},
+           {"calibrate", "--model", "/nowhere", "--text", "/nowhere", "--codec", "zack", "--out", out, "--window", "1"},
+           {"capture", "--model", "/nowhere", "--text", "/nowhere", "--tokens", "3", "--out", out},
+           {"tune", "--model", "/nowhere", "--text", "/nowhere", "--max-loss", "x"}}) {
+    EXPECT_EQ(run_at(nowhere, words), 2) << line(words);
+  }
+  for (const std::vector<std::string>& words :
+       std::vector<std::vector<std::string>>{{"status"},
+                                             {"top", "--once"},
+                                             {"caches"},
+                                             {"sequences"},
+                                             {"peers"},
+                                             {"limits"},
+                                             {"explain", "--keys", key},
+                                             {"retain", "--cache", "1", "--keys", key, "--priority", "50"},
+                                             {"drain"},
+                                             {"undrain"},
+                                             {"upgrade"},
+                                             {"purge", "--all"},
+                                             {"recompute-plan", "--tokens", "640", "--cache", "1"}}) {
+    EXPECT_EQ(run_at(nowhere, words), 1) << line(words);
+  }
+  for (const std::vector<std::string>& words : std::vector<std::vector<std::string>>{
+           {"explain", "--cache", "99", "--tokens", "/nowhere"},
+           {"retain", "--cache", "99", "--keys", key, "--priority", "50"},
+           {"purge", "--cache", "99"},
+           {"upgrade"},  // it has no --state-dir
+           {"simulate", "--trace", "/nowhere"},
+           {"simulate", "--trace", directory.path()},
+           {"calibrate", "--model", "/nowhere", "--text", "/nowhere", "--codec", "zack", "--out", out},
+           {"capture", "--model", "/nowhere", "--text", "/nowhere", "--tokens", "640", "--out", out},
+           {"tune", "--model", "/nowhere", "--text", "/nowhere"}}) {
+    EXPECT_EQ(run_at(daemon_->listen(), words), 1) << line(words);
+  }
+  const std::string help = Run({"--help"}).output;
+  for (const char* const words : {"Exit code of every command", "0  done", "1  not done", "2  the command line"}) {
+    EXPECT_NE(help.find(words), std::string::npos) << words;
+  }
+}
+
+TEST_F(KvctlTest, SaysThatNobodyGotItsOutput) {
+  TempDir directory;
+  const std::string trace = directory.path() + "/trace.jsonl";
+  std::ofstream(trace) << "{\"timestamp\": 0, \"input_length\": 1, \"hash_ids\": [0]}\n";
+  for (const std::vector<std::string>& words :
+       std::vector<std::vector<std::string>>{{"status"}, {"caches"}, {"simulate", "--quiet", "--trace", trace}}) {
+    std::vector<std::string> argv = {
+        "/bin/sh",        "-c", "exec \"$@\" > /dev/full 2> /dev/null", "sh", DataPath("client/cli/kvctl"), "--connect",
+        daemon_->listen()};
+    argv.insert(argv.end(), words.begin(), words.end());
+    ASSERT_OK_AND_ASSIGN(const CommandResult result, RunCommand(argv));
+    EXPECT_EQ(result.status, 1) << words[0];
+  }
 }
 
 }  // namespace

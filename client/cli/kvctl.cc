@@ -32,6 +32,7 @@
 #include "examples/engine/capture_command.h"
 #include "examples/engine/program.h"
 #include "examples/engine/tune_command.h"
+#include "kvmanager/base/exit_code.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/simulator/simulate_command.h"
 #include "transport/recompute/plan_command.h"
@@ -40,7 +41,7 @@ namespace kvmanager::client::cli {
 namespace {
 
 constexpr char kDefaultAddress[] = "unix:/run/kvmanager/kvmanager.sock";
-constexpr int kExitOk = 0, kExitFailed = 1, kExitUsage = 2;
+constexpr int kExitOk = kExitDone, kExitUsage = kExitMisused;
 
 struct Arguments {
   std::string connect = kDefaultAddress;
@@ -67,18 +68,21 @@ int Fail(const absl::Status& error, const Arguments& arguments) {
   if (arguments.json) std::cout << ErrorToJson(error, arguments.connect).dump(2) << "\n";
   std::cerr << "kvctl: " << absl::StatusCodeToString(error.code()) << ": " << std::string(error.message()) << "\n";
   if (const std::string advice = Advice(error, arguments.connect); !advice.empty()) std::cerr << advice << "\n";
-  return kExitFailed;
+  return ExitCodeOf(error);
 }
 
-void Print(const Arguments& arguments, const std::string& text, const nlohmann::json& json) {
-  std::cout << (arguments.json ? json.dump(2) + "\n" : text);
+// The exit code.
+int Print(const Arguments& arguments, const std::string& text, const nlohmann::json& json) {
+  std::cout << (arguments.json ? json.dump(2) + "\n" : text) << std::flush;
+  if (std::cout.good()) return kExitOk;
+  std::cerr << "kvctl: standard output cannot be written\n";
+  return kExitFailed;
 }
 
 template <typename T>
 int Show(const absl::StatusOr<T>& got, const Arguments& arguments, std::string (*format)(const T&)) {
   if (!got.ok()) return Fail(got.status(), arguments);
-  Print(arguments, format(*got), ToJson(*got));
-  return kExitOk;
+  return Print(arguments, format(*got), ToJson(*got));
 }
 
 // The admin socket, where everything is asked, however many engines there are; else what --connect says: an earlier
@@ -103,28 +107,45 @@ int Drain(Client& client, const Arguments& arguments, bool on) {
                " received sequences wait to be claimed. `kvctl undrain` takes it back; SIGTERM exits when both "
                "are gone.\n")
          : "serving: new sequences and hand-offs are accepted\n";
-  Print(arguments, text,
-        {{"draining", now->draining}, {"leases", now->leases}, {"waiting_hand_offs", now->waiting_hand_offs}});
-  return kExitOk;
+  return Print(arguments, text,
+               {{"draining", now->draining}, {"leases", now->leases}, {"waiting_hand_offs", now->waiting_hand_offs}});
 }
 
 int ExplainReload(const recompute::PlanArguments& plan, const std::string& measured, const Arguments& arguments) {
   const auto explanation = recompute::Explain(plan);
   if (explanation.ok()) {
-    Print(arguments, measured + (measured.empty() ? "" : "\n") + recompute::FormatPlan(*explanation),
-          recompute::PlanToJson(*explanation));
-    return kExitOk;
+    return Print(arguments, measured + (measured.empty() ? "" : "\n") + recompute::FormatPlan(*explanation),
+                 recompute::PlanToJson(*explanation));
   }
-  Fail(explanation.status(), arguments);
-  return kExitUsage;
+  // Without a daemon it is made of flags alone.
+  return Fail(arguments.plan_cache.empty() ? Misuse(explanation.status()) : explanation.status(), arguments);
+}
+
+// What is wrong with the flags that say where the daemon is, and who this is.
+absl::Status CheckConnection(const Arguments& arguments) {
+  const bool by_admin = !arguments.admin.empty();
+  const auto address = ParseAddress(by_admin ? arguments.admin : arguments.connect);
+  if (!address.ok()) {
+    const ErrorDetail detail = DetailOf(address.status());
+    return InvalidField(by_admin ? "--admin" : "--connect", detail.value, detail.bound);
+  }
+  const bool any_tls = !(arguments.tls_ca.empty() && arguments.tls_cert.empty() && arguments.tls_key.empty() &&
+                         arguments.tls_name.empty());
+  if (!address->is_unix && !address->is_tls && any_tls) {
+    return InvalidField("--connect", address->text, "tls:HOST:PORT with --tls-ca, --tls-cert, --tls-key or --tls-name");
+  }
+  if (address->is_tls && arguments.tls_cert.empty() != arguments.tls_key.empty()) {
+    return InvalidField(arguments.tls_cert.empty() ? "--tls-cert" : "--tls-key", "missing",
+                        "given with the other half of --tls-cert and --tls-key");
+  }
+  return absl::OkStatus();
 }
 
 int Purge(Client& client, const Arguments& arguments, uint32_t cache_id) {
   const auto blocks = client.Purge(cache_id);
   if (!blocks.ok()) return Fail(blocks.status(), arguments);
-  Print(arguments, absl::StrCat("purged ", *blocks, " published blocks; those that sequences hold stay\n"),
-        {{"blocks", *blocks}});
-  return kExitOk;
+  return Print(arguments, absl::StrCat("purged ", *blocks, " published blocks; those that sequences hold stay\n"),
+               {{"blocks", *blocks}});
 }
 
 int Main(int argc, char** argv) {
@@ -158,8 +179,10 @@ int Main(int argc, char** argv) {
   app.footer(
       "The address is that of --connect, or else of $KVMANAGER_ADDRESS, or else\n"
       "unix:/run/kvmanager/kvmanager.sock.\n"
-      "Exit code: 0 done, 1 it failed (the daemon could not be reached or refused, a file did not fit), 2 wrong "
-      "usage.");
+      "Exit code of every command:\n"
+      "  0  done\n"
+      "  1  not done: the daemon is not reached or refuses, or a file cannot be read, written, or used\n"
+      "  2  the command line is wrong by itself: nothing was read, asked or changed");
   app.require_subcommand(1);
   app.fallthrough();
   app.add_option("-c,--connect", arguments.connect, "the daemon: unix:PATH, tcp:HOST:PORT or tls:HOST:PORT")
@@ -242,7 +265,9 @@ int Main(int argc, char** argv) {
   auto* explain_cache =
       explain->add_option("--cache", arguments.explain_cache, "of this cache: an id that `kvctl caches` shows");
   auto* explain_tokens =
-      explain->add_option("--tokens", arguments.explain.tokens, "a file with the prompt's token ids: a list in JSON")
+      explain
+          ->add_option("--tokens", arguments.explain.tokens,
+                       "a file with the prompt's token ids: a list in JSON, such as [1, 15043, 3186]")
           ->needs(explain_cache);
   explain
       ->add_option("--keys", arguments.explain.keys, "keys of blocks, 64 hexadecimal digits each, instead of a prompt")
@@ -256,12 +281,14 @@ int Main(int argc, char** argv) {
       "  kvctl retain --cache 3 --tokens PROMPT.json --priority 0 --blocks 12..40\n"
       "                                             these will not return: they go first\n"
       "  kvctl retain --cache 3 --keys HEX HEX --priority 50             as usual again\n\n"
-      "Of a tenant's blocks those below 50 go first, the lowest before others; then those that the daemon's eviction\n"
-      "chooses; then those above 50, the lowest before others. A tenant that retains all that it has loses of that,\n"
-      "and no other tenant does. `kvctl explain` shows what is retained.");
+      "When a tenant has to give up memory, its blocks with a priority below 50 go first, the lowest priority before\n"
+      "others; then those that the daemon's eviction chooses; then those above 50, again the lowest first. So "
+      "retaining\n"
+      "takes nothing from other tenants, and locks nothing. `kvctl explain` shows what is retained.");
   retain->add_option("--cache", arguments.retain_cache, "of this cache: an id that `kvctl caches` shows")->required();
   auto* retain_tokens = retain->add_option("--tokens", arguments.retain.prompt.tokens,
-                                           "a file with the prompt's token ids: a list in JSON");
+                                           "a file with the prompt's token ids: a list in JSON, such as [1, 15043, "
+                                           "3186]");
   retain
       ->add_option("--keys", arguments.retain.prompt.keys,
                    "keys of blocks, 64 hexadecimal digits each, instead of a prompt")
@@ -370,6 +397,7 @@ int Main(int argc, char** argv) {
       return misused(absl::StrCat("--cache is ", arguments.explain_cache, ", must be an id that `kvctl caches` shows"));
     }
     if (id > 0) arguments.explain.cache = id;
+    if (auto keys = ParseKeys(arguments.explain.keys); !keys.ok()) return Fail(Misuse(keys.status()), arguments);
   }
   if (prefetch->parsed()) {
     uint32_t id = 0;
@@ -387,12 +415,18 @@ int Main(int argc, char** argv) {
       return misused(absl::StrCat("--cache is ", arguments.retain_cache, ", must be an id that `kvctl caches` shows"));
     }
     arguments.retain.prompt.cache = id;
+    if (auto status = CheckRetain(arguments.retain); !status.ok()) return Fail(Misuse(status), arguments);
   }
+  if (auto status = CheckConnection(arguments); !status.ok()) return Fail(Misuse(status), arguments);
 
   std::string token;
   if (!arguments.token_file.empty()) {
     std::ifstream file(arguments.token_file);
-    if (!file.is_open()) return misused(absl::StrCat("--token-file ", arguments.token_file, " cannot be read"));
+    if (!file.is_open()) {
+      return Fail(
+          FieldError(absl::StatusCode::kNotFound, "--token-file", arguments.token_file, "a file that can be read"),
+          arguments);
+    }
     token.assign(std::istreambuf_iterator<char>(file), {});
     token = std::string(absl::StripAsciiWhitespace(token));
   }
@@ -408,10 +442,7 @@ int Main(int argc, char** argv) {
                                 .tls_key = arguments.tls_key,
                                 .tls_name = arguments.tls_name};
   auto client = Client::Connect(Where(arguments), options);
-  if (!client.ok()) {
-    const int exit_code = Fail(client.status(), arguments);
-    return absl::IsInvalidArgument(client.status()) ? kExitUsage : exit_code;
-  }
+  if (!client.ok()) return Fail(client.status(), arguments);
   if (recompute_plan->parsed()) {
     const auto measured = FillFromDaemon(**client, cache_id, arguments.plan_peer, &plan_arguments);
     if (!measured.ok()) return Fail(measured.status(), arguments);

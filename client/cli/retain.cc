@@ -13,28 +13,47 @@
 namespace kvmanager::client::cli {
 namespace {
 
-absl::StatusOr<absl::Span<const BlockName>> Range(absl::Span<const BlockName> names, const std::string& blocks) {
-  if (blocks.empty()) return names;
-  const std::vector<std::string> ends = absl::StrSplit(blocks, "..");
+struct BlockRange {
   size_t first = 0, last = 0;
-  if (ends.size() != 2 || !absl::SimpleAtoi(ends[0], &first) || !absl::SimpleAtoi(ends[1], &last) || first > last ||
-      last >= names.size()) {
-    return InvalidField("--blocks", blocks, absl::StrCat("FIRST..LAST, within 0..", names.size() - 1));
+};
+
+absl::StatusOr<BlockRange> ParseBlocks(const std::string& blocks) {
+  const std::vector<std::string> ends = absl::StrSplit(blocks, "..");
+  BlockRange range;
+  if (ends.size() != 2 || !absl::SimpleAtoi(ends[0], &range.first) || !absl::SimpleAtoi(ends[1], &range.last) ||
+      range.first > range.last) {
+    return InvalidField("--blocks", blocks, "FIRST..LAST, such as 12..40, counted from 0");
   }
-  return names.subspan(first, last - first + 1);
+  return range;
+}
+
+absl::StatusOr<absl::Span<const BlockName>> Chosen(absl::Span<const BlockName> names, const std::string& blocks) {
+  if (blocks.empty()) return names;
+  KV_ASSIGN_OR_RETURN(const BlockRange range, ParseBlocks(blocks));
+  if (range.last >= names.size()) {
+    return InvalidField("--blocks", blocks,
+                        absl::StrCat("within 0..", names.size() - 1, ", the blocks of the prompt or keys"));
+  }
+  return names.subspan(range.first, range.last - range.first + 1);
 }
 
 }  // namespace
 
-absl::StatusOr<RetainedPrompt> Retain(Client& client, const RetainArguments& arguments) {
+absl::Status CheckRetain(const RetainArguments& arguments) {
   // CLI11 lets "nan" pass.
   if (!(arguments.ttl_s >= 0 && arguments.ttl_s <= kTtlSMax)) {
     return InvalidField("--ttl-s", arguments.ttl_s, absl::StrCat("0..", kTtlSMax, " seconds"));
   }
+  if (!arguments.blocks.empty()) KV_RETURN_IF_ERROR(ParseBlocks(arguments.blocks).status());
+  return ParseKeys(arguments.prompt.keys).status();
+}
+
+absl::StatusOr<RetainedPrompt> Retain(Client& client, const RetainArguments& arguments) {
+  KV_RETURN_IF_ERROR(CheckRetain(arguments));
   RetainedPrompt prompt{.retention = {.priority = arguments.priority, .ttl_ms = std::llround(arguments.ttl_s * 1000)}};
   if (arguments.ttl_s > 0 && prompt.retention.ttl_ms == 0) prompt.retention.ttl_ms = 1;  // 0 would be no end
   KV_ASSIGN_OR_RETURN(const NamedPrompt named, NamePrompt(client, arguments.prompt));
-  KV_ASSIGN_OR_RETURN(const auto names, Range(named.names, arguments.blocks));
+  KV_ASSIGN_OR_RETURN(const auto names, Chosen(named.names, arguments.blocks));
   prompt.asked = names.size();
   KV_ASSIGN_OR_RETURN(prompt.outcome, client.Retain(arguments.prompt.cache.value_or(0), names, prompt.retention));
   return prompt;

@@ -25,7 +25,9 @@ struct RetainedPrompt {
   RetainOutcome outcome;
 };
 
-/// Errors: INVALID_ARGUMENT naming --blocks; NamePrompt's, the client's.
+/// What is wrong whatever the daemon and the file are: INVALID_ARGUMENT naming the option.
+absl::Status CheckRetain(const RetainArguments& arguments);
+/// Errors: CheckRetain's; INVALID_ARGUMENT naming --blocks, beyond the prompt; NamePrompt's, the client's.
 absl::StatusOr<RetainedPrompt> Retain(Client& client, const RetainArguments& arguments);
 
 std::string FormatRetained(const RetainedPrompt& prompt);
