@@ -73,6 +73,39 @@ void AddMemory(const Readings& now, Frame* frame) {
   frame->evictable_bytes = now.Sum("kvmanager_evictable_bytes");
 }
 
+// A daemon without a disk has its metrics, too; its capacity is 0.
+void AddDisk(const Readings& before, const Readings& after, double seconds, Frame* frame) {
+  const double capacity_bytes = after.Sum("kvmanager_disk_capacity_bytes");
+  if (!(capacity_bytes > 0)) return;
+  Frame::Disk disk;
+  disk.used_bytes = after.Sum("kvmanager_disk_used_bytes");
+  disk.capacity_bytes = capacity_bytes;
+  disk.blocks = after.Sum("kvmanager_disk_blocks");
+  disk.unwritten_blocks = after.Sum("kvmanager_disk_unwritten_blocks");
+  disk.written_bytes_per_s = Grown(before, after, "kvmanager_disk_written_bytes_total") / seconds;
+  disk.read_bytes_per_s = Grown(before, after, "kvmanager_disk_read_bytes_total") / seconds;
+  disk.write = TimesOf(before, after, "kvmanager_disk_write_seconds", {}, seconds);
+  disk.read = TimesOf(before, after, "kvmanager_disk_read_seconds", {}, seconds);
+  disk.errors = after.Sum("kvmanager_disk_errors_total");
+  disk.unwritten_evictions = after.Sum("kvmanager_disk_unwritten_evictions_total");
+  disk.set_aside = after.Sum("kvmanager_disk_set_aside_total");
+  frame->disk = disk;
+}
+
+// No metric says whether there is --state-dir: blocks that it counts do.
+void AddKept(const Readings& now, Frame* frame) {
+  Frame::Kept kept;
+  kept.recorded_blocks = now.Sum("kvmanager_recorded_blocks");
+  kept.unclaimed_blocks = now.Sum("kvmanager_unclaimed_blocks");
+  kept.recovered_blocks = now.Sum("kvmanager_recovered_blocks_total");
+  kept.unclaimed_lost_blocks = now.Sum("kvmanager_unclaimed_lost_blocks_total");
+  kept.unrecovered_blocks = now.Sum("kvmanager_unrecovered_blocks_total");
+  kept.unrecorded_blocks = now.Sum("kvmanager_unrecorded_blocks_total");
+  if (kept.recorded_blocks + kept.recovered_blocks + kept.unrecovered_blocks + kept.unrecorded_blocks > 0) {
+    frame->kept = kept;
+  }
+}
+
 void AddQuality(const Readings& now, Frame* frame) {
   std::set<std::string> codecs;
   for (const Reading& count : now.Of(absl::StrCat(kQuality, "_count"))) {
@@ -90,6 +123,8 @@ void AddQuality(const Readings& now, Frame* frame) {
 Frame FrameOf(const Readings& before, const Readings& after, double seconds) {
   Frame frame;
   AddMemory(after, &frame);
+  AddDisk(before, after, seconds, &frame);
+  AddKept(after, &frame);
   AddQuality(after, &frame);
   frame.sequences = after.Sum("kvmanager_sequences");
   frame.connections = after.Sum("kvmanager_connections");
@@ -101,6 +136,10 @@ Frame FrameOf(const Readings& before, const Readings& after, double seconds) {
       after.Sum("kvmanager_pages", {{"state", "sealed"}}) + after.Sum("kvmanager_pages", {{"state", "encoding"}});
   frame.asked_blocks = Grown(before, after, "kvmanager_prefix_asked_blocks_total");
   frame.hit_blocks = Grown(before, after, "kvmanager_prefix_hit_blocks_total");
+  const auto hits = [&](const char* tier) {
+    return Grown(before, after, "kvmanager_prefix_hit_tier_blocks_total", {{"tier", tier}});
+  };
+  frame.hit_tiers = {hits("host"), hits("device"), hits("disk")};
   const auto rate = [&](absl::string_view name, const ReadingLabels& labels = {}) {
     return Grown(before, after, name, labels) / seconds;
   };

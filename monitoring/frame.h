@@ -4,6 +4,7 @@
 // Values that copy; any thread.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,21 @@ struct Frame {
     std::string codec;
     double pages = 0, p50 = 0, p99 = 0;  // relative errors of all sampled pages since the start
   };
+  struct HitBlocks {
+    double host = 0, device = 0, disk = 0;  // by where the blocks were
+  };
+  struct Disk {
+    double used_bytes = 0, capacity_bytes = 0, blocks = 0;
+    double unwritten_blocks = 0;  // published, and not durable yet
+    double written_bytes_per_s = 0, read_bytes_per_s = 0;
+    Times write, read;                                          // of a block
+    double errors = 0, unwritten_evictions = 0, set_aside = 0;  // since the start
+  };
+  struct Kept {
+    double recorded_blocks = 0;   // that a restart would find
+    double unclaimed_blocks = 0;  // found at the start, whose cache is not open
+    double recovered_blocks = 0, unclaimed_lost_blocks = 0, unrecovered_blocks = 0, unrecorded_blocks = 0;
+  };
 
   std::vector<Tier> tiers;      // those with a pool, the host's first
   std::vector<Form> forms;      // largest first
@@ -42,7 +58,11 @@ struct Frame {
   bool draining = false;
   double waiting_pages = 0;  // full, and not encoded yet
 
+  std::optional<Disk> disk;  // where there is one (--disk-path)
+  std::optional<Kept> kept;  // where the daemon has recorded blocks for a restart, or found some (--state-dir)
+
   double asked_blocks = 0, hit_blocks = 0;  // between the readings
+  HitBlocks hit_tiers;                      // of hit_blocks
   double sent_bytes_per_s = 0, received_bytes_per_s = 0, active_transfers = 0;
   double transfers_ok = 0, transfers_failed = 0;  // since the start
   Times attend_loop, attend_workers, encode;

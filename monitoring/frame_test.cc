@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <string>
 
 #include "monitoring/metrics.h"
 
@@ -83,6 +84,87 @@ TEST(Frame, RatesAreOfTheTimeBetween) {
   EXPECT_EQ(frame.tenants[0].name, "b");
   EXPECT_EQ(frame.tenants[0].sequences, 9);
   EXPECT_TRUE(frame.quality.empty());
+}
+
+TEST(Frame, HitsAreByWhereTheBlocksWere) {
+  Metrics metrics;
+  const auto hits = [&](const char* tier) -> auto& {
+    return metrics.Counter("prefix_hit_tier_blocks_total", "Hits", {{"tier", tier}});
+  };
+  hits("host").Increment(100);
+  const Readings before = Readings::Parse(metrics.Text());
+  hits("host").Increment(7);
+  hits("device").Increment(2);
+  hits("disk").Increment(5);
+  const Frame frame = FrameOf(before, Readings::Parse(metrics.Text()), 2);
+  EXPECT_EQ(frame.hit_tiers.host, 7);
+  EXPECT_EQ(frame.hit_tiers.device, 2);
+  EXPECT_EQ(frame.hit_tiers.disk, 5);
+}
+
+TEST(Frame, HasADiskWhereItHasRoom) {
+  Metrics metrics;
+  auto& capacity = metrics.Gauge("disk_capacity_bytes", "Bytes");
+  auto& written = metrics.Counter("disk_written_bytes_total", "Bytes");
+  auto& read = metrics.Counter("disk_read_bytes_total", "Bytes");
+  auto& writes = metrics.Histogram("disk_write_seconds", "Time", {1e-3, 2e-3});
+  written.Increment(77);
+  writes.Observe(2e-3);
+  const Readings before = Readings::Parse(metrics.Text());
+  EXPECT_FALSE(FrameOf(before, before, 1).disk.has_value());
+  capacity.Set(1000);
+  metrics.Gauge("disk_used_bytes", "Bytes").Set(250);
+  metrics.Gauge("disk_blocks", "Blocks").Set(9);
+  metrics.Gauge("disk_unwritten_blocks", "Blocks").Set(3);
+  written.Increment(4096);
+  read.Increment(1024);
+  for (int i = 0; i < 10; ++i) writes.Observe(0.5e-3);
+  metrics.Counter("disk_errors_total", "Failures", {{"op", "write"}}).Increment(2);
+  metrics.Counter("disk_errors_total", "Failures", {{"op", "loss"}}).Increment();
+  metrics.Counter("disk_unwritten_evictions_total", "Blocks").Increment(4);
+  metrics.Counter("disk_set_aside_total", "Folders").Increment();
+  const Frame frame = FrameOf(before, Readings::Parse(metrics.Text()), 2);
+  ASSERT_TRUE(frame.disk.has_value());
+  EXPECT_EQ(frame.disk->used_bytes, 250);
+  EXPECT_EQ(frame.disk->capacity_bytes, 1000);
+  EXPECT_EQ(frame.disk->blocks, 9);
+  EXPECT_EQ(frame.disk->unwritten_blocks, 3);
+  EXPECT_EQ(frame.disk->written_bytes_per_s, 2048);
+  EXPECT_EQ(frame.disk->read_bytes_per_s, 512);
+  EXPECT_EQ(frame.disk->write.per_s, 5);
+  EXPECT_DOUBLE_EQ(frame.disk->write.p50_s, 0.5e-3);  // without the one that was there before
+  EXPECT_TRUE(std::isnan(frame.disk->read.p99_s));
+  EXPECT_EQ(frame.disk->errors, 3);
+  EXPECT_EQ(frame.disk->unwritten_evictions, 4);
+  EXPECT_EQ(frame.disk->set_aside, 1);
+}
+
+TEST(Frame, HasKeptMemoryWhereBlocksAreRecordedOrFound) {
+  const auto of = [](const char* text) {
+    const Readings readings = Readings::Parse(text);
+    return FrameOf(readings, readings, 1).kept;
+  };
+  EXPECT_FALSE(of("kvmanager_recorded_blocks 0\nkvmanager_unclaimed_blocks 0\nkvmanager_recovered_blocks_total 0\n")
+                   .has_value());
+  const auto kept = of(R"(
+kvmanager_recorded_blocks 5
+kvmanager_unclaimed_blocks 2
+kvmanager_recovered_blocks_total 4
+kvmanager_unclaimed_lost_blocks_total 1
+kvmanager_unrecovered_blocks_total 6
+kvmanager_unrecorded_blocks_total 7
+)");
+  ASSERT_TRUE(kept.has_value());
+  EXPECT_EQ(kept->recorded_blocks, 5);
+  EXPECT_EQ(kept->unclaimed_blocks, 2);
+  EXPECT_EQ(kept->recovered_blocks, 4);
+  EXPECT_EQ(kept->unclaimed_lost_blocks, 1);
+  EXPECT_EQ(kept->unrecovered_blocks, 6);
+  EXPECT_EQ(kept->unrecorded_blocks, 7);
+  for (const char* name :
+       {"recorded_blocks", "recovered_blocks_total", "unrecovered_blocks_total", "unrecorded_blocks_total"}) {
+    EXPECT_TRUE(of((std::string("kvmanager_") + name + " 1\n").c_str()).has_value()) << name;
+  }
 }
 
 TEST(Frame, ARestartedCounterGrewFromZero) {
