@@ -22,6 +22,23 @@ json TimesJson(const Frame::Times& times) {
   return {{"per_s", Number(times.per_s)}, {"p50_s", Number(times.p50_s)}, {"p99_s", Number(times.p99_s)}};
 }
 
+json DiskJson(const Frame::Disk& disk) {
+  return {{"used", Number(disk.used_bytes)},    {"capacity", Number(disk.capacity_bytes)},
+          {"blocks", Number(disk.blocks)},      {"unwritten_blocks", Number(disk.unwritten_blocks)},
+          {"write", TimesJson(disk.write)},     {"read", TimesJson(disk.read)},
+          {"errors", Number(disk.errors)},      {"unwritten_evictions", Number(disk.unwritten_evictions)},
+          {"set_aside", Number(disk.set_aside)}};
+}
+
+json KeptJson(const Frame::Kept& kept) {
+  return {{"recorded_blocks", Number(kept.recorded_blocks)},
+          {"unclaimed_blocks", Number(kept.unclaimed_blocks)},
+          {"recovered_blocks", Number(kept.recovered_blocks)},
+          {"unclaimed_lost_blocks", Number(kept.unclaimed_lost_blocks)},
+          {"unrecovered_blocks", Number(kept.unrecovered_blocks)},
+          {"unrecorded_blocks", Number(kept.unrecorded_blocks)}};
+}
+
 json NowJson(const Frame& frame) {
   json tiers = json::array(), forms = json::array(), tenants = json::array(), quality = json::array();
   for (const Frame::Tier& tier : frame.tiers) {
@@ -47,6 +64,8 @@ json NowJson(const Frame& frame) {
                        {"p99", Number(codec.p99)}});
   }
   return {{"tiers", tiers},
+          {"disk", frame.disk.has_value() ? DiskJson(*frame.disk) : json()},
+          {"kept", frame.kept.has_value() ? KeptJson(*frame.kept) : json()},
           {"forms", forms},
           {"tenants", tenants},
           {"quality", quality},
@@ -93,7 +112,7 @@ void Dashboard::Sample(int64_t now_ns, int64_t unix_ms) {
                       {"count", error.count},
                       {"age_s", Number(static_cast<double>(std::max<int64_t>(0, now_ns - error.last_ns)) * 1e-9)}});
   }
-  const json state = {
+  json state = {
       {"daemon",
        {{"version", facts_.version},
         {"listen", facts_.listen},
@@ -111,6 +130,9 @@ void Dashboard::Sample(int64_t now_ns, int64_t unix_ms) {
         {"evictable", series([](const Moment& m) { return m.frame.evictable_bytes; })},
         {"asked_blocks", series([](const Moment& m) { return m.frame.asked_blocks; })},
         {"hit_blocks", series([](const Moment& m) { return m.frame.hit_blocks; })},
+        {"hit_host_blocks", series([](const Moment& m) { return m.frame.hit_tiers.host; })},
+        {"hit_device_blocks", series([](const Moment& m) { return m.frame.hit_tiers.device; })},
+        {"hit_disk_blocks", series([](const Moment& m) { return m.frame.hit_tiers.disk; })},
         {"sent", series([](const Moment& m) { return m.frame.sent_bytes_per_s; })},
         {"received", series([](const Moment& m) { return m.frame.received_bytes_per_s; })},
         {"attend_per_s",
@@ -125,6 +147,13 @@ void Dashboard::Sample(int64_t now_ns, int64_t unix_ms) {
         {"calls_per_s", series([](const Moment& m) { return m.frame.calls_per_s; })},
         {"errors_per_s", series([](const Moment& m) { return m.frame.errors_per_s; })}}},
   };
+  if (history_.back().frame.disk.has_value()) {
+    const auto of_disk = [&series](double Frame::Disk::*value) {
+      return series([value](const Moment& m) { return m.frame.disk.has_value() ? (*m.frame.disk).*value : NAN; });
+    };
+    state["history"]["disk_written"] = of_disk(&Frame::Disk::written_bytes_per_s);
+    state["history"]["disk_read"] = of_disk(&Frame::Disk::read_bytes_per_s);
+  }
   json_ = std::make_shared<const std::string>(state.dump(-1, ' ', false, json::error_handler_t::replace));
 }
 

@@ -144,6 +144,48 @@ TEST_F(WebPageTest, TellsTheState) {
   EXPECT_TRUE(state["now"]["quality"].empty());
 }
 
+TEST_F(WebPageTest, TellsOfTheDiskAndOfKeptMemoryWhereTheyAre) {
+  json state = State();
+  EXPECT_TRUE(state["now"]["disk"].is_null());
+  EXPECT_TRUE(state["now"]["kept"].is_null());
+  EXPECT_FALSE(state["history"].contains("disk_written"));
+  metrics_.Gauge("recorded_blocks", "Blocks").Set(60);
+  metrics_.Gauge("unclaimed_blocks", "Blocks").Set(7);
+  metrics_.Counter("recovered_blocks_total", "Blocks").Increment(20);
+  metrics_.Gauge("disk_used_bytes", "Bytes").Set(300);
+  metrics_.Gauge("disk_blocks", "Blocks").Set(12);
+  metrics_.Gauge("disk_unwritten_blocks", "Blocks").Set(2);
+  metrics_.Counter("disk_errors_total", "Failures", {{"op", "read"}}).Increment();
+  metrics_.Counter("prefix_hit_tier_blocks_total", "Hits", {{"tier", "disk"}}).Increment(4);
+  metrics_.Gauge("disk_capacity_bytes", "Bytes").Set(4000);  // the last: a sample with it has all others
+  do state = State();
+  while (state["now"]["disk"].is_null());
+  const json& disk = state["now"]["disk"];
+  EXPECT_EQ(disk["used"], 300);
+  EXPECT_EQ(disk["capacity"], 4000);
+  EXPECT_EQ(disk["blocks"], 12);
+  EXPECT_EQ(disk["unwritten_blocks"], 2);
+  EXPECT_EQ(disk["errors"], 1);
+  EXPECT_TRUE(disk["read"]["p99_s"].is_null());
+  EXPECT_EQ(state["now"]["kept"]["recorded_blocks"], 60);
+  EXPECT_EQ(state["now"]["kept"]["unclaimed_blocks"], 7);
+  EXPECT_EQ(state["now"]["kept"]["recovered_blocks"], 20);
+  int hits = 0;
+  for (const json& blocks : state["history"]["hit_disk_blocks"]) hits += blocks.get<int>();
+  EXPECT_EQ(hits, 4);
+  EXPECT_TRUE(state["history"]["disk_written"].front().is_null());  // before there was a disk
+  EXPECT_EQ(state["history"]["disk_written"].back(), 0);
+  EXPECT_EQ(state["history"]["disk_read"].size(), state["history"]["unix_ms"].size());
+}
+
+// The script shows them where the daemon has them.
+TEST_F(WebPageTest, PanelsOfTheDiskAndOfKeptMemoryAreHiddenAtFirst) {
+  const std::string html = Body(Get("/"));
+  for (const std::string name : {"disk", "kept"}) {
+    EXPECT_NE(html.find("id=\"" + name + "-panel\" data-panel=\"" + name + "\" hidden>"), std::string::npos) << name;
+  }
+}
+
 TEST_F(WebPageTest, HeadHasNoBody) {
   Socket socket(page_->port());
   socket.Send("HEAD / HTTP/1.1\r\nHost: 127.0.0.1:9999\r\nConnection: close\r\n\r\n");

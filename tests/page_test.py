@@ -19,7 +19,7 @@ DEADLINE_S = 120
 PAGE_MS = 5000  # of the browser's own clock: five polls
 COLOURS = (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",)))
 PANELS = {"summary", "memory", "tiers", "codecs", "tenants", "hits", "transfer", "attention", "encoding", "quality", "calls",
-          "errors"}
+          "errors", "disk", "kept"}
 
 
 class Panels(html.parser.HTMLParser):
@@ -58,7 +58,8 @@ class Page(unittest.TestCase):
         self.folder = tempfile.mkdtemp(prefix="kvpage")
         self.addCleanup(shutil.rmtree, self.folder, ignore_errors=True)
         self.peer = self.enterContext(kvmanager_testing.Daemon())
-        flags = ("--http-listen", "127.0.0.1:0", "--quality-sample", "1")
+        flags = ("--http-listen", "127.0.0.1:0", "--quality-sample", "1", "--disk-path", f"{self.folder}/disk",
+                 "--disk-bytes", "256MiB", "--state-dir", f"{self.folder}/state", "--state-keep-s", "5")
         self.daemon = self.enterContext(kvmanager_testing.Daemon(flags=flags))
         self.load = subprocess.Popen(
             [data_path("tests/daemon_load"), self.daemon.listen, "--peer", self.peer.listen, "--peer-address", self.peer.peer],
@@ -94,7 +95,7 @@ class Page(unittest.TestCase):
 
     def test_pictures(self) -> None:
         folder = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR", self.folder)  # kept beside the test's log, to be looked at
-        for width, height in ((1280, 1400), (400, 3000)):
+        for width, height in ((1280, 1700), (400, 3600)):
             for colours, flags in COLOURS:
                 with self.subTest(width=width, colours=colours):
                     picture = os.path.join(folder, f"page-{width}-{colours}.png")

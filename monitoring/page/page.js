@@ -168,7 +168,39 @@ function draw(state) {
   chart('hits-chart', [{name: `hit ratio, of ${HIT_CURVE} s`, color: 'var(--green)', area: true,
     values: times.map((_, i) => near(history.asked_blocks, i) > 0 ? near(history.hit_blocks, i) / near(history.asked_blocks, i) : null)}],
     share, {max: 1});
-  byId('hits-note').textContent = `last minute: ${count(hit)} of ${count(asked)} blocks; evicted ${perSecond(history.evicted_per_s[times.length - 1])}`;
+  const hitTiers = [['host', history.hit_host_blocks], ['GPU', history.hit_device_blocks], ['disk', history.hit_disk_blocks]]
+      .map(([name, values]) => [name, sum(values.slice(-HIT_WINDOW))]).filter(([, blocks]) => blocks > 0)
+      .map(([name, blocks]) => `${name} ${count(blocks)}`).join(', ');
+  byId('hits-note').textContent = `last minute: ${count(hit)} of ${count(asked)} blocks${hitTiers && ` (${hitTiers})`}; evicted ${perSecond(history.evicted_per_s[times.length - 1])}`;
+
+  byId('disk-panel').hidden = !now.disk;
+  if (now.disk) {
+    const {disk} = now;
+    bars(byId('disk'), [{name: `${count(disk.blocks)} blocks`, text: `${bytes(disk.used)} of ${bytes(disk.capacity)}`,
+                         share: disk.used / disk.capacity}]);
+    chart('disk-chart', [
+      {name: 'written', color: 'var(--blue)', values: history.disk_written, area: true},
+      {name: 'read', color: 'var(--orange)', values: history.disk_read},
+    ], (value) => bytes(value) + '/s', {floor: 1048576, peak: true, binary: true});
+    byId('disk-note').textContent = `${count(disk.unwritten_blocks)} blocks are not written yet; ${count(disk.errors)} errors; `
+        + `a write takes ${time(disk.write.p50_s)}, p99 ${time(disk.write.p99_s)}, a read ${time(disk.read.p50_s)}, p99 ${time(disk.read.p99_s)}`
+        + (disk.unwritten_evictions > 0 ? `; ${count(disk.unwritten_evictions)} blocks were evicted before they were written` : '')
+        + (disk.set_aside > 0 ? '; what was there at the start could not be used, and was set aside' : '');
+  }
+  byId('kept-panel').hidden = !now.kept;
+  if (now.kept) {
+    const {kept} = now, of = (part, whole) => whole > 0 ? part / whole : 0;
+    bars(byId('kept'), [
+      {name: 'a restart would find', text: `${count(kept.recorded_blocks)} of ${count(now.published_blocks)} published blocks`,
+       share: of(kept.recorded_blocks, now.published_blocks), color: 'var(--green)'},
+      {name: 'unclaimed', text: `${count(kept.unclaimed_blocks)} of ${count(kept.recovered_blocks)} found at the start`,
+       share: of(kept.unclaimed_blocks, kept.recovered_blocks), color: 'var(--orange)'},
+    ]);
+    byId('kept-note').textContent = [
+      [kept.unclaimed_lost_blocks, 'unclaimed blocks were given up'], [kept.unrecovered_blocks, 'recorded blocks could not be used'],
+      [kept.unrecorded_blocks, 'blocks had no room to be recorded'],
+    ].filter(([blocks]) => blocks > 0).map(([blocks, what]) => `${count(blocks)} ${what}`).join('; ');
+  }
 
   chart('transfer-chart', [
     {name: 'sent', color: 'var(--blue)', values: history.sent, area: true},
