@@ -184,6 +184,38 @@ TEST_F(KvctlTest, TopShowsWhatHappensNow) {
   }
 }
 
+TEST_F(KvctlTest, TopShowsADiskWhereThereIsOne) {
+  const std::vector<std::string> top = {"top", "--once", "--interval", "0.1"};
+  EXPECT_EQ(Run(top).output.find("\ndisk "), std::string::npos);
+  EXPECT_TRUE(Ask(top)["disk"].is_null());
+  client_.reset();
+  TempDir directory;
+  DaemonOptions with_disk;
+  with_disk.more_flags = {"--disk-path", directory.path() + "/disk", "--disk-bytes", "64MiB"};
+  ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(with_disk));
+  ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {}));
+  {
+    const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2");
+    const Source source{73, Kind::kNormal, options};
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+    ASSERT_OK(Load(*cache, made.sequence->id(), source, 0, 130, 130));
+    ASSERT_OK(made.sequence->Publish(Names(*cache, source, 2)));
+  }
+  EXPECT_TRUE(Eventually([&] { return Ask(top)["disk"]["blocks"] == 2; }));
+  const nlohmann::json seen = Ask(top);
+  EXPECT_GT(seen["disk"]["used_bytes"], 0);
+  EXPECT_EQ(seen["disk"]["unwritten_blocks"], 0);
+  EXPECT_EQ(seen["hit_blocks_by_tier"]["disk"], 0);
+  const std::string text = Run(top).output;
+  for (const char* const shown :
+       {"\ndisk ", ", 2 blocks\n", "0 unwritten, 0 errors\n", "from host 0, GPU 0, disk 0\n"}) {
+    EXPECT_NE(text.find(shown), std::string::npos) << shown << "\n" << text;
+  }
+  client_.reset();
+  daemon_.reset();  // before its folder goes
+}
+
 TEST_F(KvctlTest, PlansByWhatTheDaemonMeasured) {
   const ProjectedSource source;
   ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(source.shape));

@@ -103,6 +103,15 @@ std::string Head(const std::string& text, size_t columns) {
   return text.size() <= columns ? text : absl::StrCat(text.substr(0, columns - 1), "~");
 }
 
+std::string DiskLines(const Frame::Disk& disk) {
+  return absl::StrCat(
+      Line("disk",
+           absl::StrCat(Bar(disk.used_bytes / disk.capacity_bytes), " ", Share(disk.used_bytes, disk.capacity_bytes),
+                        " of ", Bytes(disk.capacity_bytes), ", ", Count(disk.blocks), " blocks")),
+      Line("", absl::StrCat("write ", Bytes(disk.written_bytes_per_s), "/s, read ", Bytes(disk.read_bytes_per_s),
+                            "/s; ", Count(disk.unwritten_blocks), " unwritten, ", Count(disk.errors), " errors")));
+}
+
 std::string Gauges(const TopPicture& picture) {
   const Frame& frame = picture.frame;
   std::string text;
@@ -114,10 +123,16 @@ std::string Gauges(const TopPicture& picture) {
                                      Share(tier.used_bytes, tier.capacity_bytes), " of ", Bytes(tier.capacity_bytes),
                                      host ? ", evictable " + Bytes(frame.evictable_bytes) : "")));
   }
+  if (frame.disk.has_value()) absl::StrAppend(&text, DiskLines(*frame.disk));
   absl::StrAppend(
       &text, Line("hits", absl::StrCat(Bar(frame.asked_blocks > 0 ? frame.hit_blocks / frame.asked_blocks : 0), " ",
                                        Share(frame.hit_blocks, frame.asked_blocks), " of ", Count(frame.asked_blocks),
                                        " blocks asked for")));
+  if (frame.disk.has_value()) {
+    absl::StrAppend(
+        &text, Line("", absl::StrCat("from host ", Count(frame.hit_tiers.host), ", GPU ", Count(frame.hit_tiers.device),
+                                     ", disk ", Count(frame.hit_tiers.disk))));
+  }
   absl::StrAppend(&text, Line("load", absl::StrCat(Count(frame.appended_tokens_per_s), " tokens/s appended, ",
                                                    Count(frame.calls_per_s), " calls/s, ", Count(frame.errors_per_s),
                                                    " errors/s")));
@@ -208,6 +223,26 @@ json TimesJson(const Frame::Times& times) {
   return {{"per_second", times.per_s}, {"p50_seconds", number(times.p50_s)}, {"p99_seconds", number(times.p99_s)}};
 }
 
+json DiskJson(const Frame::Disk& disk) {
+  return {{"used_bytes", disk.used_bytes},
+          {"capacity_bytes", disk.capacity_bytes},
+          {"blocks", disk.blocks},
+          {"unwritten_blocks", disk.unwritten_blocks},
+          {"written_bytes_per_second", disk.written_bytes_per_s},
+          {"read_bytes_per_second", disk.read_bytes_per_s},
+          {"write", TimesJson(disk.write)},
+          {"read", TimesJson(disk.read)},
+          {"errors", disk.errors},
+          {"unwritten_evictions", disk.unwritten_evictions},
+          {"set_aside", disk.set_aside}};
+}
+
+json KeptJson(const Frame::Kept& kept) {
+  return {{"recorded_blocks", kept.recorded_blocks},       {"unclaimed_blocks", kept.unclaimed_blocks},
+          {"recovered_blocks", kept.recovered_blocks},     {"unclaimed_lost_blocks", kept.unclaimed_lost_blocks},
+          {"unrecovered_blocks", kept.unrecovered_blocks}, {"unrecorded_blocks", kept.unrecorded_blocks}};
+}
+
 json ToJson(const TopPicture& picture) {
   const Frame& frame = picture.frame;
   json tiers = json::array(), tenants = json::array(), quality = json::array(), errors = json::array();
@@ -229,11 +264,15 @@ json ToJson(const TopPicture& picture) {
           {"sequences", cli::ToJson(picture.sequences)["sequences"]},
           {"peers", cli::ToJson(picture.peers)["peers"]},
           {"tiers", tiers},
+          {"disk", frame.disk.has_value() ? DiskJson(*frame.disk) : json()},
+          {"kept", frame.kept.has_value() ? KeptJson(*frame.kept) : json()},
           {"tenants", tenants},
           {"quality", quality},
           {"errors", errors},
           {"asked_blocks", frame.asked_blocks},
           {"hit_blocks", frame.hit_blocks},
+          {"hit_blocks_by_tier",
+           {{"host", frame.hit_tiers.host}, {"device", frame.hit_tiers.device}, {"disk", frame.hit_tiers.disk}}},
           {"waiting_pages", frame.waiting_pages},
           {"sent_bytes_per_second", frame.sent_bytes_per_s},
           {"received_bytes_per_second", frame.received_bytes_per_s},

@@ -15,6 +15,16 @@ TopPicture Full() {
   p.status.version = "0.1.0";
   p.status.uptime_seconds = 7300;
   p.frame.tiers = {{"host", 3e9, 4e9}, {"gpu0", 1e9, 8e9}};
+  Frame::Disk disk;
+  disk.used_bytes = 1e9;
+  disk.capacity_bytes = 4e9;
+  disk.blocks = 23456;
+  disk.unwritten_blocks = 12;
+  disk.written_bytes_per_s = 3e6;
+  disk.read_bytes_per_s = 2e9;
+  disk.errors = 1500;
+  p.frame.disk = disk;
+  p.frame.hit_tiers = {20, 4, 6};
   p.frame.asked_blocks = 40;
   p.frame.hit_blocks = 30;
   p.frame.attend_loop = {1234, 2.5e-5, 1.7e-3};
@@ -59,10 +69,21 @@ TEST(Top, ShowsWhatThereIs) {
   const std::string text = FormatTop(Full(), 80, 0);
   for (const char* shown :
        {"up 2 h 01 m", "75.0% of 3.7 GiB", "12.5% of 7.5 GiB", "75.0% of 40 blocks", "1.2 k/s, p50 25 us, p99 1.7 ms",
-        "workers 0/s, p50 -, p99 -", "hack: error median 3.10%, p99 8.00%", "ends-in-19", "100  createSequences"}) {
+        "25.0% of 3.7 GiB, 23.5 k blocks", "write 2.9 MiB/s, read 1.9 GiB/s; 12 unwritten, 1.5 k errors",
+        "from host 20, GPU 4, disk 6", "workers 0/s, p50 -, p99 -", "hack: error median 3.10%, p99 8.00%", "ends-in-19",
+        "100  createSequences"}) {
     EXPECT_NE(text.find(shown), std::string::npos) << shown << "\n" << text;
   }
   EXPECT_NE(FormatTop({}, 80, 0).find("no page was sampled"), std::string::npos);
+}
+
+TEST(Top, SaysNothingOfADiskThatIsNot) {
+  TopPicture picture = Full();
+  picture.frame.disk.reset();
+  const std::string text = FormatTop(picture, 80, 0);
+  for (const char* hidden : {"\ndisk ", "unwritten", "from host"}) {
+    EXPECT_EQ(text.find(hidden), std::string::npos) << hidden << "\n" << text;
+  }
 }
 
 TEST(Top, IsNoHigherThanTheScreen) {
