@@ -1,7 +1,11 @@
 // A load that moves everything there is to see of a daemon: tenants, codecs, prefix hits, forks, hand-offs to a peer
-// and back, calls that are refused. For tests of dashboards; serves nobody.
+// and back, blocks that are kept longer, calls that are refused. For tests of dashboards; serves nobody.
 //
 //   daemon_load unix:PATH --peer unix:PATH --peer-address HOST:PORT     until its standard input ends
+//
+// Each of twelve caches is asked for a prompt three times, then for the next one; there are 40. With --returns N every
+// second prompt is the new one of N prompts before, for ever, so that a disk is written and read all the time: a prompt
+// takes 3.3 MiB, so 13 of them do not fit a pool of 32 MiB.
 #include <poll.h>
 #include <unistd.h>
 
@@ -23,7 +27,16 @@ using client::Client;
 using client::CreatedSequence;
 
 constexpr int kPromptTokens = 512, kBlocks = 8;  // of 64 tokens
-constexpr int kPauseMs = 20;                     // between rounds: machines that run tests are small
+constexpr int kRoundsOfPrompt = 36, kPrompts = 40;
+constexpr int64_t kRetainedMs = 5000;
+constexpr int kPauseMs = 20;  // between rounds: machines that run tests are small
+
+// From 1 on. returns: 0, or odd.
+uint64_t PromptOf(int round, int returns) {
+  const int nth = round / kRoundsOfPrompt;
+  if (returns == 0) return static_cast<uint64_t>(1 + nth % kPrompts);
+  return static_cast<uint64_t>(1 + (nth % 2 == 1 && nth >= returns ? nth - returns : nth));
+}
 
 bool InputEnded() {
   pollfd input{STDIN_FILENO, POLLIN, 0};
@@ -44,6 +57,9 @@ absl::Status Round(Client& client, Client& peer, const std::string& peer_address
     KV_RETURN_IF_ERROR(Feed(*cache, made.sequence->id(), source, found, kPromptTokens - found, 64).status());
     KV_RETURN_IF_ERROR(made.sequence->Publish(names).status());
   }
+  if (round % 4 == 2) {
+    KV_RETURN_IF_ERROR(cache->Retain(names, {.priority = 80, .ttl_ms = kRetainedMs}).status());
+  }
   KV_RETURN_IF_ERROR(Feed(*cache, made.sequence->id(), source, kPromptTokens, 16, 1).status());
   KV_ASSIGN_OR_RETURN(auto fork, made.sequence->Fork());
   KV_RETURN_IF_ERROR(fork->Crop(kPromptTokens + 8));
@@ -61,7 +77,7 @@ absl::Status Round(Client& client, Client& peer, const std::string& peer_address
   return absl::OkStatus();
 }
 
-absl::Status Run(const std::string& address, const std::string& peer, const std::string& peer_address) {
+absl::Status Run(const std::string& address, const std::string& peer, const std::string& peer_address, int returns) {
   KV_ASSIGN_OR_RETURN(auto client, Client::Connect(address, {.name = "load"}));
   KV_ASSIGN_OR_RETURN(auto there, Client::Connect(peer.empty() ? address : peer, {.name = "load"}));
   std::vector<CreatedSequence> held;
@@ -69,13 +85,13 @@ absl::Status Run(const std::string& address, const std::string& peer, const std:
   for (int round = 0; !InputEnded(); ++round) {
     CacheOptions options = SmallCache(codecs[round % 3], 1);
     options.tenant = std::string("tenant-") + char('a' + round % 4);
-    const absl::Status done = Round(*client, *there, peer_address, options, 1 + round / 36 % 40, round, &held);
+    const absl::Status done = Round(*client, *there, peer_address, options, PromptOf(round, returns), round, &held);
     if (absl::IsResourceExhausted(done)) {
       held.clear();  // a full pool is something to see, too
     } else if (!done.ok()) {
       return done;
     }
-    if (round == 36) {
+    if (round == kRoundsOfPrompt) {
       std::puts("loaded");  // every path was walked by every tenant
       std::fflush(stdout);
     }
@@ -88,12 +104,14 @@ absl::Status Run(const std::string& address, const std::string& peer, const std:
 
 int main(int argc, char** argv) {
   std::string address, peer, peer_address;
+  int returns = 0;
   CLI::App app{"Loads a daemon until standard input ends"};
   app.add_option("address", address, "unix:PATH or tcp:HOST:PORT")->required();
   app.add_option("--peer", peer, "a second daemon");
   app.add_option("--peer-address", peer_address, "where that one receives hand-offs");
+  app.add_option("--returns", returns, "every second prompt is the new one of so many before; an odd number");
   CLI11_PARSE(app, argc, argv);
-  const absl::Status status = kvmanager::testing::Run(address, peer, peer_address);
+  const absl::Status status = kvmanager::testing::Run(address, peer, peer_address, returns);
   if (!status.ok()) std::fprintf(stderr, "daemon_load: %s\n", status.ToString().c_str());
   return status.ok() ? 0 : 1;
 }
