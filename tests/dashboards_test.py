@@ -1,4 +1,5 @@
-"""Grafana's panels and the alerts against Debian's Prometheus, which scrapes daemons under load, and promtool's checks.
+"""Grafana's panels and the alerts against Debian's Prometheus, which scrapes daemons under load and what vLLM's
+connector counts, and promtool's checks.
 
 Skipped where Prometheus is not installed. Windows and waiting times of rules and panels are shortened, so that a test
 takes seconds; what they mean in full is tested by promtool's clock in prometheus/alerts_test.yml."""
@@ -7,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import http.server
+import importlib.util
 import json
 import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
+import types
 import unittest
 import unittest.mock
 import urllib.parse
@@ -47,7 +53,7 @@ def prometheus_file(name: str) -> str:
 
 def shorten(text: str) -> str:
     """The same rules or query with windows and waiting times of seconds."""
-    text = text.replace("$__rate_interval", WINDOW).replace("$instance", ".*")
+    text = text.replace("$__rate_interval", WINDOW).replace("$instance", ".*").replace("$engine", ".*")
     text = re.sub(r"\[(\d+[mhd])\] offset \S+?\)", f"[{WINDOW}] offset {WINDOW})", text)
     text = re.sub(r"\[\d+[mhd]\]", f"[{WINDOW}]", text)
     return re.sub(r"(?m)^(\s+for: )\d+[mhd]$", r"\g<1>1s", text)
@@ -76,10 +82,106 @@ def alerts() -> list[str]:
         return re.findall(r"(?m)^\s+- alert: (\w+)$", file.read())
 
 
-class Prometheus:
-    """One that scrapes `targets` every second by the shortened rules of this repository."""
+class Counter:
+    """What the connector uses of prometheus_client's."""
 
-    def __init__(self, targets: list[str]) -> None:
+    def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
+        self.name = name
+        self.total = 0.0
+
+    def labels(self, *values: str) -> Counter:
+        return self
+
+    def inc(self, amount: float) -> None:
+        self.total += amount
+
+    def text(self) -> str:
+        return f'{self.name}_total{{engine="0"}} {self.total}\n'
+
+
+class Histogram:
+    def __init__(self, name: str, documentation: str, labelnames: list[str], buckets: tuple[float, ...]) -> None:
+        self.name = name
+        self.edges = (*buckets, float("inf"))
+        self.observed: list[float] = []
+
+    def labels(self, *values: str) -> Histogram:
+        return self
+
+    def observe(self, value: float) -> None:
+        self.observed.append(value)
+
+    def text(self) -> str:
+        lines = [f'_bucket{{engine="0",le="{"+Inf" if edge == float("inf") else edge}"}} {sum(v <= edge for v in self.observed)}'
+                 for edge in self.edges]
+        lines += [f'_sum{{engine="0"}} {sum(self.observed)}', f'_count{{engine="0"}} {len(self.observed)}']
+        return "".join(f"{self.name}{line}\n" for line in lines)
+
+
+class PromMetrics:
+    """vLLM's base of them. It has the classes of counters, gauges and histograms by prometheus_client's."""
+
+    def __init__(self, vllm_config: object, metric_types: tuple, labelnames: list[str], per_engine_labelvalues: dict) -> None:
+        self._counter_cls, self._histogram_cls = metric_types
+        self.per_engine_labelvalues = per_engine_labelvalues
+
+
+def connector_metrics() -> types.ModuleType:
+    """The module of vLLM's connector that names its metrics, without vLLM."""
+    vllm = types.ModuleType("metrics")
+    vllm.KVConnectorPromMetrics, vllm.KVConnectorStats = PromMetrics, object
+    (package,) = importlib.util.find_spec("kvmanager").submodule_search_locations
+    spec = importlib.util.spec_from_file_location("connector_metrics", os.path.join(package, "vllm", "metrics.py"))
+    module = importlib.util.module_from_spec(spec)
+    with unittest.mock.patch.dict(sys.modules, {"vllm.distributed.kv_transfer.kv_connector.v1.metrics": vllm}):
+        spec.loader.exec_module(module)
+    return module
+
+
+class Engine:
+    """Stands for a vLLM with the connector: its /metrics alone, where every count moves between two looks."""
+
+    def __init__(self) -> None:
+        module = connector_metrics()
+        made: list[Counter | Histogram] = []
+
+        def keep(kind: type):
+            def make(*words: object, **more: object) -> Counter | Histogram:
+                made.append(kind(*words, **more))
+                return made[-1]
+            return make
+
+        metrics = module.KvManagerPromMetrics(None, (keep(Counter), keep(Histogram)), ["engine"], {0: ["0"]})
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                metrics.observe({**dict.fromkeys(module.COUNTERS, 100), **dict.fromkeys(module.SECONDS, [0.02, 0.2])})
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.end_headers()
+                self.wfile.write("".join(each.text() for each in made).encode())
+
+            def log_message(self, *words: object) -> None:
+                pass
+
+        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.metrics = "127.0.0.1:%d" % self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever)
+
+    def __enter__(self) -> Engine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class Prometheus:
+    """One that scrapes `targets`, and `engines` as another job, every second by the shortened rules of this repository."""
+
+    def __init__(self, targets: list[str], engines: tuple[str, ...] = ()) -> None:
         self.directory = tempfile.mkdtemp(prefix="kvprom")
         for name in ("recording_rules.yml", "alerts.yml"):
             with open(prometheus_file(name), encoding="utf-8") as file:
@@ -88,6 +190,8 @@ class Prometheus:
                 file.write(rules)
         with open(prometheus_file("prometheus.yml"), encoding="utf-8") as file:
             config = file.read().replace("15s", "1s").replace('"127.0.0.1:9464"', ", ".join(f'"{t}"' for t in targets))
+        if engines:
+            config += f"\n  - job_name: vllm\n    static_configs:\n      - targets: {json.dumps(engines)}\n"
         path = os.path.join(self.directory, "prometheus.yml")
         with open(path, "w", encoding="utf-8") as file:
             file.write(config)
@@ -171,10 +275,20 @@ class Files(unittest.TestCase):
                 for target in panel["targets"]:
                     with self.subTest(board=board["title"], panel=panel["title"], query=target["expr"]):
                         self.assertEqual(set(re.findall(r"\$(\w+)", target["expr"])) - variables, set())
-                        self.assertRegex(target["expr"], r'instance=~"\$instance"')
+                        self.assertRegex(target["expr"], r'instance=~"\$(instance|engine)"')
             with self.subTest(board=board["title"]):
                 self.assertEqual(len(set(ids)), len(ids))
                 self.assertEqual(len(set(cells)), len(cells), "panels overlap")
+
+    def test_every_metric_of_the_connector_is_in_its_documentation_and_drawn(self) -> None:
+        module = connector_metrics()
+        counted = {f"{name}_total" for name in module.COUNTERS} | set(module.SECONDS)
+        with open(data_path("docs/engines.md"), encoding="utf-8") as file:
+            lists = re.findall(r"`vllm:kvmanager_\{([\w,]+)\}(_\w+)`", file.read())
+        self.assertEqual({name + end for names, end in lists for name in names.split(",")}, counted)
+        drawn = {re.sub(r"_seconds_(bucket|count|sum)$", "_seconds", name)
+                 for _, query in panels() for name in re.findall(r"vllm:kvmanager_(\w+)", query)}
+        self.assertEqual(drawn, counted)
 
     def test_every_metric_is_in_the_catalogue(self) -> None:
         with open(data_path("docs/metrics.md"), encoding="utf-8") as file:
@@ -259,12 +373,12 @@ class Scraped(unittest.TestCase):
         flags = QUIET + SAMPLE_ALL
         queries = [(name, shorten(query)) for name, query in panels()]
         queries += [("what moved", f"{name} > 0") for name in MOVED]
-        self.assertGreater(len(queries), 80)
+        self.assertGreater(len(queries), 100)
         daemon = self.restarted(flags)
-        with kvmanager_testing.Daemon("32MiB", flags) as peer, \
+        with kvmanager_testing.Daemon("32MiB", flags) as peer, Engine() as engine, \
                 helper("daemon_load", daemon.listen, "--peer", peer.listen, "--peer-address", peer.peer, "--returns",
                        "13") as load, \
-                Prometheus([daemon.metrics, peer.metrics]) as prometheus:
+                Prometheus([daemon.metrics, peer.metrics], (engine.metrics,)) as prometheus:
             until(lambda: [each for each in queries if not prometheus.has_data(each[1])], load)
 
     def test_alerts_fire(self) -> None:
