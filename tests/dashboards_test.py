@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -369,6 +370,18 @@ class Scraped(unittest.TestCase):
         daemon.start()
         return daemon
 
+    def with_nobody_who_keeps(self) -> kvmanager_testing.Daemon:
+        """A small daemon whose keeper has ended, and that can reach no other one: a folder is where its socket was."""
+        state = tempfile.mkdtemp(prefix="kvstate")  # mode 0700
+        self.addCleanup(shutil.rmtree, state)
+        daemon = kvmanager_testing.Daemon("32MiB", QUIET + ("--state-dir", state))
+        os.kill(daemon.process.pid, signal.SIGSTOP)
+        subprocess.run(["pkill", "-KILL", "-f", "--", f"--keeper {state}"], check=True)
+        os.unlink(f"{state}/keeper")
+        os.mkdir(f"{state}/keeper")
+        os.kill(daemon.process.pid, signal.SIGCONT)
+        return daemon
+
     def test_every_panel_has_data(self) -> None:
         flags = QUIET + SAMPLE_ALL
         queries = [(name, shorten(query)) for name, query in panels()]
@@ -383,7 +396,7 @@ class Scraped(unittest.TestCase):
 
     def test_alerts_fire(self) -> None:
         flags = QUIET + ("--peer-local-copy", "off", "--hand-off-lease-ms", "200")
-        with socket.socket() as nobody, self.on_a_bad_disk() as small, \
+        with socket.socket() as nobody, self.on_a_bad_disk() as small, self.with_nobody_who_keeps() as unkept, \
                 kvmanager_testing.Daemon("48MiB", flags) as daemon, kvmanager_testing.Daemon("48MiB", flags) as peer, \
                 kvmanager_testing.Daemon("32MiB", QUIET) as draining, \
                 kvmanager_testing.Daemon("96MiB", QUIET + SAMPLE_ALL + ("--threads", "1")) as strained:
@@ -393,7 +406,7 @@ class Scraped(unittest.TestCase):
                            stdout=subprocess.DEVNULL)
             with helper("daemon_load", small.listen), helper("daemon_strain", strained.listen), \
                     helper("daemon_trouble", daemon.listen, "--peer", peer.peer, "--draining", draining.peer) as trouble, \
-                    Prometheus([each.metrics for each in (small, daemon, peer, draining, strained)]
+                    Prometheus([each.metrics for each in (small, unkept, daemon, peer, draining, strained)]
                                + [down]) as prometheus:
                 seen: set[str] = set()
 
