@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/disk/bad_block_log.h"
@@ -20,6 +19,8 @@
 #include "kvmanager/disk/disk_mover.h"
 #include "kvmanager/disk/disk_state.h"
 #include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/load_log.h"
+#include "kvmanager/disk/record_marks.h"
 #include "kvmanager/disk/segment_files.h"
 #include "kvmanager/disk/segment_space.h"
 #include "kvmanager/disk/write_gate.h"
@@ -34,7 +35,7 @@ constexpr size_t kWritesEndedAtOnce = 64;
 
 class BlockDiskImpl final : public BlockDisk {
  public:
-  BlockDiskImpl(const Options& options, const BlockDiskParts& parts, DiskFolder folder, std::unique_ptr<IndexDb> db,
+  BlockDiskImpl(const Options& options, const BlockDiskParts& parts, DiskFolder folder, OpenedIndex opened,
                 MessageQueue* queue, DiskMetrics* metrics)
       : shares_(options.bytes),
         folder_(std::move(folder)),
@@ -42,31 +43,32 @@ class BlockDiskImpl final : public BlockDisk {
         metrics_(metrics),
         clock_(parts.clock != nullptr ? parts.clock : &steady_clock_),
         own_files_(parts.files == nullptr ? MakeDiskFiles() : nullptr),
-        files_(folder_.segments(), parts.files != nullptr ? parts.files : own_files_.get()),
-        db_(std::move(db)),
+        disk_files_(parts.files != nullptr ? parts.files : own_files_.get()),
+        files_(folder_.segments(), disk_files_),
+        db_(std::move(opened.db)),
+        record_seal_(opened.marks.seal()),
+        is_made_anew_(!opened.damage.empty()),
         index_(options.eviction, clock_),
         space_(shares_.records) {
     index_.SetLoading(true);
-    begun_ns_ = clock_->NowNs();
+    space_.BeginAbove(opened.segment_of_most);
     committer_ = std::make_unique<DiskCommitter>(
         DiskCommitter::Parts{&files_, db_.get(),
                              [this](DiskCommitter::Results results) {
                                Post([this, results = std::move(results)]() mutable { OnResults(std::move(results)); });
                              },
-                             [watch = FolderWatch(folder_)] { return watch.Check(); }});
-    std::unique_ptr<DiskIo> io = parts.make_io ? parts.make_io() : MakeUringIo();
-    if (io == nullptr) {
-      spdlog::info("io_uring is refused here: the disk is read and written by threads");
-      io = MakeThreadIo();
-    }
+                             [watch = FolderWatch(folder_)] { return watch.Check(); }, opened.marks,
+                             [this](const RecordMarks& marks) {
+                               return files_.has_left() ? absl::OkStatus() : marks.Write(folder_.marks(), disk_files_);
+                             }});
     mover_ = std::make_unique<DiskMover>(DiskMover::Parts{
-        std::move(io), &files_, shares_.reserve,
+        OrThreadIo(parts.make_io ? parts.make_io() : MakeUringIo()), &files_, shares_.reserve,
         [this](std::shared_ptr<WriteJob> job) { committer_->Put(std::move(job)); },
         [this](std::shared_ptr<ReadJob> job) { Post([this, job = std::move(job)] { OnRead(job); }); }});
-    loader_ =
-        std::make_unique<DiskLoader>(DiskLoader::Parts{db_.get(), &files_, [this](DiskLoader::Batch batch) {
-                                                         Post([this, batch = std::move(batch)] { OnBatch(batch); });
-                                                       }});
+    loader_ = std::make_unique<DiskLoader>(DiskLoader::Parts{
+        db_.get(), &files_,
+        [this](DiskLoader::Batch batch) { Post([this, batch = std::move(batch)] { OnBatch(batch); }); },
+        [this] { Post([this] { committer_->DropMarks(); }); }, std::move(opened.marks), is_made_anew_});
     metrics_->capacity_bytes.Set(static_cast<double>(space_.capacity()));
     ShowUse();
   }
@@ -74,6 +76,8 @@ class BlockDiskImpl final : public BlockDisk {
     loader_.reset();
     mover_.reset();  // its writes reach the committer
     committer_.reset();
+    db_.reset();
+    if (!files_.has_left()) folder_.Seal(disk_files_);
     *alive_ = false;
     metrics_->ShowNone();
   }
@@ -97,7 +101,10 @@ class BlockDiskImpl final : public BlockDisk {
     committer_->Look();
   }
 
-  const char* state() const override { return loaded_ ? gate_.state() : "reading its index"; }
+  const char* state() const override {
+    if (loaded_) return gate_.state();
+    return is_made_anew_ ? "making its index anew from its records" : "reading its index";
+  }
   bool TakesWritesWithin(int64_t ns) const override { return gate_.OpensWithin(ns); }
 
   bool CanWrite(uint64_t page_bytes) const override {
@@ -112,29 +119,20 @@ class BlockDiskImpl final : public BlockDisk {
 
   void Write(DiskRecord record, absl::string_view payer, std::vector<const uint8_t*> sources,
              absl::AnyInvocable<void(bool)> done) override {
-    auto job = std::make_shared<WriteJob>();
-    for (const DiskPage& page : record.pages) job->page_bytes.push_back(page.bytes);
     const BlockId id{record.cache, record.name.key};
-    const bool is_sound = sources.size() == record.pages.size() && IsRecord(job->page_bytes);
-    if (is_sound) job->layout = RecordLayout::Of(job->page_bytes);
+    auto job = MakeWriteJob(std::move(record), payer, std::move(sources), clock_->NowNs());
     // A new record takes the place of one that cannot be read.
     DiskEntry* const old = index_.Find(id.cache, id.key);
     if (old != nullptr && failed_reads_.Has(id, clock_->NowNs())) RemoveFromIndex(old, DiskLoss::kWrong);
     // A name that is there, or a record that CanWrite would not have: refused, whatever the caller thought.
-    if (!is_sound || !loaded_ || !TakesWrites() || index_.Find(id.cache, id.key) != nullptr || writing_.contains(id) ||
-        !MakeRoom(job->layout.bytes)) {
+    if (job == nullptr || !loaded_ || !TakesWrites() || index_.Find(id.cache, id.key) != nullptr ||
+        writing_.contains(id) || !MakeRoom(job->layout.bytes)) {
       return Post([done = std::move(done)]() mutable { done(false); });
     }
     uint32_t emptied;
     job->place = space_.Take(job->layout.bytes, &job->is_first, &emptied);
     if (emptied != UINT32_MAX) committer_->Unlink(emptied);
-    job->header = EncodeRecordHeader(record);
-    job->header_checksum =
-        RecordHeaderChecksum({reinterpret_cast<const uint8_t*>(job->header.data()), job->header.size()});
-    job->payer = std::string(payer.substr(0, kPayerBytesMax));
-    job->record = std::move(record);
-    job->sources = std::move(sources);
-    job->begun_ns = clock_->NowNs();
+    record_seal_.Sign({job->place.segment, job->place.offset}, &job->header);
     writing_bytes_ += job->place.bytes;
     writing_.emplace(id, job.get());
     writes_.emplace(job.get(), std::move(done));
@@ -150,23 +148,12 @@ class BlockDiskImpl final : public BlockDisk {
     DiskEntry* const entry = index_.Find(cache, key);
     if (entry == nullptr) return refuse(absl::NotFoundError("the block is not on the disk"));
     if (entry->readers == UINT16_MAX) return refuse(absl::UnavailableError("too many read the block"));
-    auto job = std::make_shared<ReadJob>();
-    for (const Target& target : targets) job->page_bytes.push_back(target.bytes);
-    if (IsRecord(job->page_bytes)) job->layout = RecordLayout::Of(job->page_bytes);
-    if (targets.size() != index_.Describe(*entry)->layers || job->layout.bytes != entry->bytes) {
+    auto job = MakeReadJob(entry, index_.Describe(*entry)->layers, cache, key, targets, clock_->NowNs());
+    if (job == nullptr) {
       constexpr char kWhat[] = "the record has pages of other sizes";
       RemoveBad(entry, DiskLoss::kWrong, kWhat);
       return refuse(absl::DataLossError(kWhat));
     }
-    for (const Target& target : targets) job->targets.push_back(target.to);
-    job->place = entry->place();
-    job->entry = entry;
-    job->cache = cache;
-    job->key = key;
-    job->tokens = entry->token_digest;
-    job->index = entry->index;
-    job->header_check = entry->header_check;
-    job->begun_ns = clock_->NowNs();
     index_.BeginRead(entry);
     reading_bytes_ += entry->bytes;
     reads_.emplace(job.get(), std::move(done));
@@ -180,11 +167,11 @@ class BlockDiskImpl final : public BlockDisk {
       writing_.erase(write);
       committer_->Delete(IndexKey(cache, key));  // it may be in a batch that is being written
     }
+    if (!loaded_) erased_early_.blocks.insert({cache, key});
     if (DiskEntry* const entry = index_.Find(cache, key)) {
       RemoveFromIndex(entry, DiskLoss::kWrong);
     } else if (!loaded_) {
       committer_->Delete(IndexKey(cache, key));
-      erased_early_.blocks.insert({cache, key});
     }
     ShowUse();
   }
@@ -197,7 +184,7 @@ class BlockDiskImpl final : public BlockDisk {
 
   uint64_t EraseCache(const CacheDigest& cache) override {
     CancelWrites([&](const BlockId& id) { return id.cache == cache; });
-    committer_->DeletePrefix(IndexPrefix(cache));
+    committer_->Purge(cache, space_.end());
     if (!loaded_) erased_early_.caches.insert(cache);
     const uint64_t before = index_.blocks();
     index_.ForEach(cache, [&](DiskEntry* entry) { Remove(entry, DiskLoss::kErased); });
@@ -207,7 +194,7 @@ class BlockDiskImpl final : public BlockDisk {
 
   uint64_t EraseAll() override {
     CancelWrites([](const BlockId&) { return true; });
-    committer_->DeletePrefix(kIndexPrefixOfAll);
+    committer_->PurgeAll(space_.end());
     if (!loaded_) erased_early_.all = true;
     const uint64_t before = index_.blocks();
     index_.ForEach([&](DiskEntry* entry) { Remove(entry, DiskLoss::kErased); });
@@ -406,16 +393,24 @@ class BlockDiskImpl final : public BlockDisk {
   void OnBatch(const DiskLoader::Batch& batch) {
     for (const IndexRecord& record : batch.records) {
       space_.Note(record.place);
+      if (DiskEntry* const older = is_made_anew_ ? index_.Find(record.cache, record.key) : nullptr) {
+        index_.Remove(older, /*evicted=*/false);  // of two records of one name the later one counts
+        if (older->readers == 0) Dispose(older);
+      }
       DiskEntry* const entry = index_.Insert(record);
-      if (!erased_early_.Has(record)) continue;
-      index_.Remove(entry, /*evicted=*/false);  // nobody has found it
-      Dispose(entry);
+      if (erased_early_.Has(record)) {
+        index_.Remove(entry, /*evicted=*/false);  // nobody has found it
+        Dispose(entry);
+      } else if (is_made_anew_) {
+        committer_->PutAgain(record);
+      }
     }
+    for (const std::string& key : batch.purged) committer_->Delete(key);
     for (const std::string& key : batch.damaged) {
       metrics_->errors("index").Increment();
       committer_->Delete(key);
     }
-    damaged_ += batch.damaged.size() + batch.overlapping.size();
+    load_log_.NoteDropped(batch.damaged.size() + batch.overlapping.size());
     for (const uint32_t number : batch.order) index_.Learn(index_.At(number));
     for (const uint32_t number : batch.overlapping) {
       metrics_->errors("index").Increment();
@@ -434,9 +429,12 @@ class BlockDiskImpl final : public BlockDisk {
     disposed_early_.clear();
     space_.BeginAbove(batch.segment_of_most);
     if (!batch.status.ok()) gate_.NoteIndexError(batch.status, index_.blocks());
-    if (damaged_ > 0) spdlog::warn("{} records of the disk's index could not be used, and were dropped", damaged_);
-    spdlog::info("the disk has {} blocks, {} of {} MiB; they were read in {} ms", index_.blocks(), space_.used() >> 20,
-                 space_.capacity() >> 20, (clock_->NowNs() - begun_ns_) / 1000000);
+    if (is_made_anew_ && batch.status.ok()) {
+      committer_->Notify([this, blocks = index_.blocks(), bad = batch.bad_reads](const absl::Status& status) {
+        load_log_.MadeAnew(status.ok() ? folder_.ClearDamaged() : status, blocks, bad);
+      });
+    }
+    load_log_.Loaded(index_.blocks(), space_.used(), space_.capacity());
     Shrink();
   }
 
@@ -454,8 +452,11 @@ class BlockDiskImpl final : public BlockDisk {
   const Clock* const clock_;
   const std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // shared: with messages that outlive this
   const std::unique_ptr<DiskFiles> own_files_;
+  DiskFiles* const disk_files_;
   SegmentFiles files_;
-  const std::unique_ptr<IndexDb> db_;
+  std::unique_ptr<IndexDb> db_;
+  const RecordSeal record_seal_;
+  const bool is_made_anew_;  // the index
   DiskIndex index_;
   SegmentSpace space_;
   std::function<void(const CacheDigest&, const BlockKey&, DiskLoss)> on_gone_;
@@ -466,12 +467,11 @@ class BlockDiskImpl final : public BlockDisk {
   std::deque<std::shared_ptr<WriteJob>> ended_;  // that the committer has done with
   uint64_t writing_bytes_ = 0, reading_bytes_ = 0;
 
+  LoadLog load_log_{folder_.path(), clock_};
   BadBlockLog bad_blocks_{&files_, clock_};
   mutable WriteGate gate_{&folder_, clock_, metrics_};
   FailedReads failed_reads_;
   bool loaded_ = false;
-  int64_t begun_ns_ = 0;
-  uint64_t damaged_ = 0;
   ErasedEarly erased_early_;
   std::vector<DiskEntry*> disposed_early_;
 
@@ -488,8 +488,8 @@ absl::StatusOr<std::unique_ptr<BlockDisk>> OpenBlockDisk(const BlockDisk::Option
     return InvalidField("--disk-bytes", options.bytes, absl::StrCat("at least ", BlockDisk::kBytesMin));
   }
   KV_ASSIGN_OR_RETURN(DiskFolder folder, DiskFolder::Open(options.directory));
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<IndexDb> db, OpenIndex(folder, parts.index_files, metrics));
-  return std::make_unique<BlockDiskImpl>(options, parts, std::move(folder), std::move(db), queue, metrics);
+  KV_ASSIGN_OR_RETURN(OpenedIndex opened, OpenIndex(folder, parts.index_files, metrics));
+  return std::make_unique<BlockDiskImpl>(options, parts, std::move(folder), std::move(opened), queue, metrics);
 }
 
 absl::StatusOr<std::unique_ptr<BlockDisk>> BlockDisk::Open(const Options& options, MessageQueue* queue,

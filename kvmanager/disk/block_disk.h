@@ -5,6 +5,9 @@
 // Nothing that is indexed is written again: a record that goes leaves a hole in its file, which the file system gives
 // back. So a crash at any moment loses records that were not durable yet, and no others.
 //
+// Where the index is lost it is made anew from the headers. Then blocks that were evicted or erased may be found again,
+// and who paid for a block is not known; what EraseCache and EraseAll erased stays so (record_marks.h).
+//
 // What comes from the disk is hostile until it was checked. This checks the header (who the block is, how long its
 // pages are); whoever reads compares each page with its checksum before anybody uses it.
 //
@@ -77,8 +80,9 @@ class BlockDisk {
   };
   static constexpr uint64_t kBytesMin = uint64_t{64} << 20;
 
-  /// Opens what an earlier daemon left there, or begins anew; what is of another format or damaged is set aside, with a
-  /// line in the log. Returns before all records are known: see loaded(). queue, metrics: outlive it. Errors:
+  /// Opens what an earlier daemon left there, or begins anew. An index that is damaged or missing is made anew from the
+  /// records; what is of another format, or cannot be made anew, is set aside; both with a line in the log. Returns
+  /// before all records are known: see loaded(). queue, metrics: outlive it. Errors:
   /// INVALID_ARGUMENT naming the option; FAILED_PRECONDITION (another process has it open, foreign owner or mode);
   /// UNAVAILABLE (the file system refuses).
   static absl::StatusOr<std::unique_ptr<BlockDisk>> Open(const Options& options, MessageQueue* queue,
@@ -88,7 +92,8 @@ class BlockDisk {
 
   /// All records of the last start are known. Before that some are found already.
   virtual bool loaded() const = 0;
-  /// For people: "ready", "reading its index", or what is wrong, and whether it takes records then.
+  /// For people: "ready", "reading its index", "making its index anew from its records", or what is wrong, and whether
+  /// it takes records then.
   virtual const char* state() const = 0;
 
   /// The block of this name, if a record of it is durable; until the next call of anything here. nullptr: there is

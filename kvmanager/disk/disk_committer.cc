@@ -9,29 +9,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/failpoints.h"
+#include "kvmanager/base/status.h"
 
 namespace kvmanager {
 
 IndexRecord IndexRecordOf(const WriteJob& job) {
-  const DiskRecord& of = job.record;
-  IndexRecord record;
-  record.cache = of.cache;
-  record.key = of.name.key;
-  record.tokens_digest = of.name.tokens;
-  record.place = job.place;
-  record.index = of.index;
-  record.tokens = of.tokens;
-  record.header_checksum = job.header_checksum;
-  record.layers = static_cast<uint32_t>(of.pages.size());
-  record.raw.resize((of.pages.size() + 7) / 8);
-  for (size_t i = 0; i < of.pages.size(); ++i) {
-    if (of.pages[i].raw) record.raw[i / 8] = static_cast<char>(record.raw[i / 8] | 1 << (i % 8));
-  }
-  record.payer = job.payer;
-  return record;
+  return IndexRecordOf(job.record, job.place, job.header_checksum, job.payer);
 }
 
-DiskCommitter::DiskCommitter(Parts parts) : parts_(std::move(parts)), thread_([this] { Run(); }) {}
+DiskCommitter::DiskCommitter(Parts parts)
+    : parts_(std::move(parts)), marks_(parts_.marks), thread_([this] { Run(); }) {}
 
 DiskCommitter::~DiskCommitter() {
   {
@@ -52,7 +39,14 @@ void DiskCommitter::Add(Op op) {
 
 void DiskCommitter::Put(std::shared_ptr<WriteJob> job) { Add({.kind = Kind::kPut, .job = std::move(job)}); }
 void DiskCommitter::Delete(std::string key) { Add({.kind = Kind::kDelete, .key = std::move(key)}); }
-void DiskCommitter::DeletePrefix(std::string prefix) { Add({.kind = Kind::kDeletePrefix, .key = std::move(prefix)}); }
+void DiskCommitter::PutAgain(const IndexRecord& record) {
+  Add({.kind = Kind::kPutAgain, .key = IndexKey(record.cache, record.key), .value = EncodeIndexValue(record)});
+}
+void DiskCommitter::Purge(const CacheDigest& cache, const RecordPlace& end) {
+  Add({.kind = Kind::kPurge, .cache = cache, .end = end});
+}
+void DiskCommitter::PurgeAll(const RecordPlace& end) { Add({.kind = Kind::kPurgeAll, .end = end}); }
+void DiskCommitter::DropMarks() { Add({.kind = Kind::kDropMarks}); }
 void DiskCommitter::Punch(const SegmentPlace& place) { Add({.kind = Kind::kPunch, .place = place}); }
 void DiskCommitter::Unlink(uint32_t segment) { Add({.kind = Kind::kUnlink, .place = {segment, 0, 0}}); }
 
@@ -135,36 +129,62 @@ void DiskCommitter::Sync(const std::vector<Op>& ops, Results* results) {
   }
 }
 
+absl::Status DiskCommitter::SaveMarks() {
+  if (!marks_changed_) return absl::OkStatus();
+  KV_RETURN_IF_ERROR(parts_.save_marks(marks_));
+  marks_changed_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status DiskCommitter::MarkPurges(const std::vector<Op>& ops) {
+  for (const Op& op : ops) {
+    if (op.kind != Kind::kPurge && op.kind != Kind::kPurgeAll) continue;
+    if (op.kind == Kind::kPurge) marks_.NotePurge(op.cache, op.end);
+    if (op.kind == Kind::kPurgeAll) marks_.NotePurgeOfAll(op.end);
+    marks_changed_ = true;
+  }
+  return SaveMarks();
+}
+
+absl::Status DiskCommitter::Change(const std::vector<Op>& ops) {
+  bool any = false;
+  for (const Op& op : ops) {
+    if (!IsChange(op.kind)) continue;
+    switch (op.kind) {
+      case Kind::kPut: {
+        if (!op.job->status.ok() || op.job->cancelled.load()) continue;
+        const DiskRecord& record = op.job->record;
+        parts_.db->Put(IndexKey(record.cache, record.name.key), EncodeIndexValue(IndexRecordOf(*op.job)));
+        break;
+      }
+      case Kind::kPutAgain:
+        parts_.db->Put(op.key, op.value);
+        break;
+      case Kind::kDelete:
+        parts_.db->Delete(op.key);
+        break;
+      case Kind::kPurge:
+        parts_.db->DeletePrefix(IndexPrefix(op.cache));
+        break;
+      default:
+        parts_.db->DeletePrefix(kIndexPrefixOfAll);
+        break;
+    }
+    any = true;
+  }
+  return any ? parts_.db->Commit() : absl::OkStatus();
+}
+
 void DiskCommitter::Commit(std::vector<Op> ops) {
   Results results;
   Sync(ops, &results);
   std::vector<Op> all = std::exchange(failed_, {});
   all.insert(all.end(), std::make_move_iterator(ops.begin()), std::make_move_iterator(ops.end()));
-  bool puts = false, any = false;
-  for (const Op& op : all) {
-    switch (op.kind) {
-      case Kind::kPut: {
-        if (!op.job->status.ok() || op.job->cancelled.load()) break;
-        const DiskRecord& record = op.job->record;
-        parts_.db->Put(IndexKey(record.cache, record.name.key), EncodeIndexValue(IndexRecordOf(*op.job)));
-        puts = any = true;
-        break;
-      }
-      case Kind::kDelete:
-        parts_.db->Delete(op.key);
-        any = true;
-        break;
-      case Kind::kDeletePrefix:
-        parts_.db->DeletePrefix(op.key);
-        any = true;
-        break;
-      case Kind::kPunch:
-      case Kind::kUnlink:
-      case Kind::kNotify:
-        break;
-    }
-  }
-  const absl::Status status = any ? parts_.db->Commit() : absl::OkStatus();
+  const bool puts = std::any_of(all.begin(), all.end(), [](const Op& op) {
+    return op.kind == Kind::kPut && op.job->status.ok() && !op.job->cancelled.load();
+  });
+  absl::Status status = MarkPurges(all);
+  if (status.ok()) status = Change(all);
   for (Op& op : all) {
     if (op.kind != Kind::kNotify) continue;
     results.notified.push_back([done = std::move(op.done), removed = status.ok()]() mutable {
@@ -185,6 +205,12 @@ void DiskCommitter::Commit(std::vector<Op> ops) {
   if (status.ok()) {
     for (Op& op : all) {
       if (IsChange(op.kind)) continue;
+      if (op.kind == Kind::kDropMarks) {
+        marks_.Drop(parts_.marks);
+        marks_changed_ = true;
+        (void)SaveMarks();  // else with the next purge
+        continue;
+      }
       if (op.kind == Kind::kUnlink) unlinked_.try_emplace(op.place.segment);
       leaving_.push_back(std::move(op));
     }

@@ -7,7 +7,8 @@
 //  3. Changes reach the index in the order in which they were added. A removal that failed is tried again before all
 //     later changes.
 //  4. Records and removals become durable before bytes are given back; these go some at a time, between batches.
-//  5. What was written to a segment whose sync failed is not trusted: none of its records that are not in the index yet
+//  5. A purge is among the marks, durably, before the index has it, and so before it is answered.
+//  6. What was written to a segment whose sync failed is not trusted: none of its records that are not in the index yet
 //     gets there.
 #pragma once
 
@@ -26,6 +27,7 @@
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/disk/disk_jobs.h"
 #include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/record_marks.h"
 
 namespace kvmanager {
 
@@ -50,8 +52,10 @@ class DiskCommitter {
   struct Parts {
     SegmentFiles* files = nullptr;  // these outlive it
     IndexDb* db = nullptr;
-    std::function<void(Results)> on_results;  // on its thread
-    std::function<absl::Status()> look;       // likewise: whether the disk's folder is still there
+    std::function<void(Results)> on_results;                     // on its thread
+    std::function<absl::Status()> look;                          // likewise: whether the disk's folder is still there
+    RecordMarks marks;                                           // as they are on the disk
+    std::function<absl::Status(const RecordMarks&)> save_marks;  // likewise: makes them durable
   };
   explicit DiskCommitter(Parts parts);
   /// Ends what was added; tries everything once.
@@ -62,7 +66,13 @@ class DiskCommitter {
   // Any thread.
   void Put(std::shared_ptr<WriteJob> job);  // whose bytes were written
   void Delete(std::string key);
-  void DeletePrefix(std::string prefix);
+  /// Of a record that is on the disk, and that the index has lost.
+  void PutAgain(const IndexRecord& record);
+  /// All records of a cache, or all, that begin before `end`.
+  void Purge(const CacheDigest& cache, const RecordPlace& end);
+  void PurgeAll(const RecordPlace& end);
+  /// The bytes of all records that the marks named at the start have gone for good.
+  void DropMarks();
   void Punch(const SegmentPlace& place);
   void Unlink(uint32_t segment);
   /// Hands `done` to on_results once the changes of the index that were added before were tried.
@@ -73,21 +83,28 @@ class DiskCommitter {
   void Look();
 
  private:
-  enum class Kind : uint8_t { kPut, kDelete, kDeletePrefix, kPunch, kUnlink, kNotify };
+  enum class Kind : uint8_t { kPut, kPutAgain, kDelete, kPurge, kPurgeAll, kDropMarks, kPunch, kUnlink, kNotify };
   struct Op {
     Kind kind = Kind::kPut;
-    std::string key;                              // of kDelete, kDeletePrefix
+    std::string key, value;                       // of kDelete, kPutAgain
+    CacheDigest cache;                            // of kPurge
+    RecordPlace end;                              // of kPurge, kPurgeAll
     std::shared_ptr<WriteJob> job;                // of kPut
     SegmentPlace place;                           // of kPunch, kUnlink
     absl::AnyInvocable<void(absl::Status)> done;  // of kNotify
   };
 
-  static bool IsChange(Kind kind) { return kind != Kind::kPunch && kind != Kind::kUnlink && kind != Kind::kNotify; }
+  static bool IsChange(Kind kind) { return kind < Kind::kDropMarks; }
   void Add(Op op);
   void Run();
   void Commit(std::vector<Op> ops);
   void Sync(const std::vector<Op>& ops, Results* results);
   void LookAtFolder();
+  /// Purges of `ops` are among the marks.
+  absl::Status MarkPurges(const std::vector<Op>& ops);
+  absl::Status SaveMarks();
+  /// The changes are in the index.
+  absl::Status Change(const std::vector<Op>& ops);
   /// The first of `leaving_`, at most so many.
   void GiveBack(size_t places_max);
 
@@ -103,6 +120,8 @@ class DiskCommitter {
   std::deque<Op> leaving_;                            // of kPunch and kUnlink, that nothing names any more
   absl::flat_hash_map<uint32_t, uint64_t> unlinked_;  // segments that `leaving_` unlinks, and bytes that go with them
   absl::flat_hash_set<uint32_t> lost_segments_;       // whose sync failed
+  RecordMarks marks_;
+  bool marks_changed_ = false;  // and are not saved
   std::thread thread_;
 };
 

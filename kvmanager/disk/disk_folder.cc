@@ -22,6 +22,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/disk/disk_io.h"
+#include "kvmanager/disk/index_seal.h"
+#include "kvmanager/disk/segment_files.h"
 
 namespace kvmanager {
 namespace {
@@ -30,6 +33,7 @@ constexpr int kSameSecondMax = 1000;
 constexpr size_t kDamageBytesMax = 1000;  // of what MarkDamaged says
 constexpr char kAsidePrefix[] = "set-aside-";
 constexpr const char* kContents[] = {"index", "segments"};
+constexpr char kMarks[] = "marks";
 
 absl::Status Failed(absl::string_view what, const std::string& path) {
   return absl::UnavailableError(absl::StrCat(what, " ", path, ": ", std::strerror(errno)));
@@ -104,6 +108,7 @@ int RemoveAside(int parent, const char* name) {
     if (folder >= 0) close(folder);
     (void)unlinkat(aside, content, AT_REMOVEDIR);
   }
+  (void)unlinkat(aside, kMarks, 0);
   close(aside);
   return unlinkat(parent, name, AT_REMOVEDIR) == 0 ? 0 : errno;
 }
@@ -137,6 +142,8 @@ bool DiskFolder::has_segments() const {
   return !std::filesystem::is_empty(segments(), error) || error;
 }
 
+bool DiskFolder::has_index() const { return access((index() + "/CURRENT").c_str(), F_OK) == 0; }
+
 absl::Status DiskFolder::MarkDamaged(absl::string_view why) const {
   const std::string path = folder_.path() + "/damaged";
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -144,6 +151,29 @@ absl::Status DiskFolder::MarkDamaged(absl::string_view why) const {
   const absl::string_view text = why.substr(0, kDamageBytesMax);
   (void)!write(fd, text.data(), text.size());  // that it is there counts
   close(fd);
+  return SyncFolder(folder_.path());
+}
+
+absl::Status DiskFolder::Remove(const char* name) const {
+  const std::string path = absl::StrCat(folder_.path(), "/", name);
+  if (unlink(path.c_str()) != 0 && errno != ENOENT) return Failed("removing", path);
+  return SyncFolder(folder_.path());
+}
+
+absl::Status DiskFolder::ClearDamaged() const { return Remove("damaged"); }
+
+absl::Status DiskFolder::RemoveSealed() const { return Remove("sealed"); }
+
+void DiskFolder::Seal(DiskFiles* files) const {
+  if (!damage().ok()) return;
+  const absl::StatusOr<std::string> text = SealIndex(index());
+  if (text.ok()) (void)files->Replace(sealed(), *text);  // as behind a crash
+}
+
+absl::Status DiskFolder::RemoveIndex() const {
+  std::error_code error;
+  std::filesystem::remove_all(index(), error);
+  if (error) return absl::UnavailableError(absl::StrCat("removing ", index(), ": ", error.message()));
   return SyncFolder(folder_.path());
 }
 
@@ -179,25 +209,24 @@ absl::Status DiskFolder::SetAside(const absl::Status& why) const {
     if (errno != EEXIST || ++again > kSameSecondMax) return Failed("making", aside);
     aside = absl::StrCat(folder_.path(), "/", kAsidePrefix, time, "-", again);
   }
-  for (const char* const name : kContents) {
+  for (const char* const name : {kContents[0], kContents[1], kMarks}) {
     const std::string from = absl::StrCat(folder_.path(), "/", name), to = absl::StrCat(aside, "/", name);
     if (rename(from.c_str(), to.c_str()) != 0 && errno != ENOENT) return Failed("renaming", from);
   }
-  if (unlink((folder_.path() + "/damaged").c_str()) != 0 && errno != ENOENT)
-    return Failed("removing damaged in", folder_.path());
-  KV_RETURN_IF_ERROR(SyncFolder(folder_.path()));
+  KV_RETURN_IF_ERROR(Remove("sealed"));
+  KV_RETURN_IF_ERROR(Remove("damaged"));
   const std::string text(why.message());
   if (absl::IsUnimplemented(why)) {
     spdlog::error(
-        "the disk's index in {} is of another version ({}). index and segments were moved to {}, and the disk begins "
-        "empty. To use them again end this daemon, remove index and segments, move those back, and start the version "
-        "that wrote them; else remove {} to free its space.",
+        "the disk's index in {} is of another version ({}). index, segments and marks were moved to {}, and the disk "
+        "begins empty. To use them again end this daemon, remove index, segments and marks, move those back, and start "
+        "the version that wrote them; else remove {} to free its space.",
         folder_.path(), text, aside, aside);
   } else {
     spdlog::error(
-        "the disk's index in {} is damaged ({}), and its blocks cannot be found without it. index and segments were "
-        "moved to {}, which nothing reads again, and the disk begins empty. Remove {} to free its space, and look for "
-        "errors of the device (dmesg, smartctl).",
+        "the disk's index in {} is damaged ({}), and its blocks cannot be found without it. index, segments and "
+        "marks were moved to {}, which nothing reads again, and the disk begins empty. Remove {} to free its space, "
+        "and look for errors of the device (dmesg, smartctl).",
         folder_.path(), text, aside, aside);
   }
   return absl::OkStatus();
@@ -224,32 +253,77 @@ absl::Status FolderWatch::Check() const {
 
 namespace {
 
-absl::StatusOr<std::unique_ptr<IndexDb>> OpenOrSetAside(const DiskFolder& folder, rocksdb::FileSystem* index_files,
-                                                        DiskMetrics* metrics) {
-  absl::Status why = folder.damage();
-  if (why.ok()) {
-    KV_RETURN_IF_ERROR(folder.Make());
-    absl::StatusOr<std::unique_ptr<IndexDb>> db = IndexDb::Open(folder.index(), index_files);
-    if (db.ok() && (*db)->is_new() && folder.has_segments()) {
-      db = absl::DataLossError(absl::StrCat(folder.index(), " is missing, or has nothing in it"));
-    }
-    if (!absl::IsDataLoss(db.status()) && !absl::IsUnimplemented(db.status())) return db;
-    why = db.status();
-  }
-  KV_RETURN_IF_ERROR(folder.SetAside(why));
-  metrics->set_aside.Increment();
+// The index that is there, or a new one of a new disk. Errors: also DATA_LOSS and UNIMPLEMENTED: it cannot be used.
+absl::StatusOr<std::unique_ptr<IndexDb>> OpenAsItIs(const DiskFolder& folder, rocksdb::FileSystem* index_files) {
+  KV_RETURN_IF_ERROR(folder.damage());
   KV_RETURN_IF_ERROR(folder.Make());
-  return IndexDb::Open(folder.index(), index_files);
+  KV_RETURN_IF_ERROR(CheckIndexSeal(folder.sealed(), folder.index()));
+  const absl::Status missing = absl::DataLossError(absl::StrCat(folder.index(), " is missing, or has nothing in it"));
+  if (!folder.has_index() && folder.has_segments()) return missing;
+  KV_RETURN_IF_ERROR(folder.RemoveSealed());  // before the index changes
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<IndexDb> db, IndexDb::Open(folder.index(), index_files));
+  if (db->is_new() && folder.has_segments()) return missing;
+  return db;
+}
+
+absl::StatusOr<RecordMarks> NewMarks(const DiskFolder& folder) {
+  RecordMarks marks = RecordMarks::New();
+  KV_RETURN_IF_ERROR(marks.Write(folder.marks(), MakeDiskFiles().get()));
+  return marks;
+}
+
+absl::StatusOr<OpenedIndex> OpenInSomeWay(const DiskFolder& folder, rocksdb::FileSystem* index_files,
+                                          DiskMetrics* metrics) {
+  OpenedIndex opened;
+  absl::StatusOr<std::unique_ptr<IndexDb>> db = OpenAsItIs(folder, index_files);
+  absl::StatusOr<RecordMarks> marks = RecordMarks::Read(folder.marks());
+  const absl::Status why = db.status();
+  if (db.ok()) {
+    if (!marks.ok() && !absl::IsNotFound(marks.status())) {
+      spdlog::warn("{}: the blocks that the disk has now cannot be found any more if its index is damaged, too",
+                   std::string(marks.status().message()));
+    }
+    if (!marks.ok()) marks = NewMarks(folder);
+  } else if (absl::IsDataLoss(why) && marks.ok()) {
+    opened.damage = std::string(why.message());
+    if (folder.damage().ok()) KV_RETURN_IF_ERROR(folder.MarkDamaged(opened.damage));
+    spdlog::error(
+        "the disk's index in {} is damaged ({}): it is made anew from the records. Look for errors of the device "
+        "(dmesg, smartctl).",
+        folder.path(), opened.damage);
+    metrics->errors("index").Increment();
+    KV_RETURN_IF_ERROR(folder.RemoveSealed());
+    KV_RETURN_IF_ERROR(folder.RemoveIndex());
+    KV_RETURN_IF_ERROR(folder.Make());
+    db = IndexDb::Open(folder.index(), index_files);
+  } else if (absl::IsDataLoss(why) || absl::IsUnimplemented(why)) {
+    const bool is_other = absl::IsUnimplemented(why);
+    KV_RETURN_IF_ERROR(folder.SetAside(
+        is_other ? why : absl::DataLossError(absl::StrCat(why.message(), "; ", marks.status().message()))));
+    metrics->set_aside.Increment();
+    KV_RETURN_IF_ERROR(folder.Make());
+    marks = NewMarks(folder);
+    db = IndexDb::Open(folder.index(), index_files);
+  }
+  KV_RETURN_IF_ERROR(db.status());
+  KV_RETURN_IF_ERROR(marks.status());
+  opened.db = *std::move(db);
+  opened.marks = *std::move(marks);
+  opened.segment_of_most = opened.marks.segment_of_most();
+  const std::unique_ptr<DiskFiles> files = MakeDiskFiles();
+  KV_ASSIGN_OR_RETURN(const auto segments, SegmentFiles(folder.segments(), files.get()).List());
+  for (const auto& each : segments) opened.segment_of_most = std::max(opened.segment_of_most, each.segment);
+  return opened;
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<IndexDb>> OpenIndex(const DiskFolder& folder, rocksdb::FileSystem* index_files,
-                                                   DiskMetrics* metrics) {
-  absl::StatusOr<std::unique_ptr<IndexDb>> db = OpenOrSetAside(folder, index_files, metrics);
-  if (db.ok()) return db;
+absl::StatusOr<OpenedIndex> OpenIndex(const DiskFolder& folder, rocksdb::FileSystem* index_files,
+                                      DiskMetrics* metrics) {
+  absl::StatusOr<OpenedIndex> opened = OpenInSomeWay(folder, index_files, metrics);
+  if (opened.ok()) return opened;
   return FieldError(
-      db.status().code(), "--disk-path", absl::StrCat(folder.path(), " (", db.status().message(), ")"),
+      opened.status().code(), "--disk-path", absl::StrCat(folder.path(), " (", opened.status().message(), ")"),
       "a folder that one daemon alone uses and can write: on a file system that is mounted read-write and "
       "has room");
 }

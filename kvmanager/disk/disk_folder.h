@@ -3,8 +3,10 @@
 //   lock          held while a daemon has it open
 //   index/        RocksDB
 //   segments/     the records
-//   damaged       the index was found damaged while it was read, and how: the next start sets it aside
-//   set-aside-T/  index/ and segments/ of a time T, which nobody uses again; the newest kSetAsideMax are kept
+//   marks         which records are its own, and which were purged (record_marks.h)
+//   sealed        while no daemon has it open: how the last one left the index (index_seal.h)
+//   damaged       how the index was found damaged, until it was made anew from the records
+//   set-aside-T/  index/, segments/ and marks of a time T, which nobody uses again; kSetAsideMax are kept
 #pragma once
 
 #include <sys/types.h>
@@ -20,6 +22,7 @@
 #include "kvmanager/base/locked_folder.h"
 #include "kvmanager/disk/disk_metrics.h"
 #include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/record_marks.h"
 
 namespace kvmanager {
 
@@ -33,19 +36,32 @@ class DiskFolder {
   const std::string& path() const { return folder_.path(); }
   std::string index() const { return folder_.path() + "/index"; }
   std::string segments() const { return folder_.path() + "/segments"; }
+  std::string marks() const { return folder_.path() + "/marks"; }
+  std::string sealed() const { return folder_.path() + "/sealed"; }
   /// Makes the folders that are not there.
   absl::Status Make() const;
   /// DATA_LOSS: the last daemon found the index damaged; its words.
   absl::Status damage() const;
   bool has_segments() const;
+  /// RocksDB would not begin a new one.
+  bool has_index() const;
   absl::Status MarkDamaged(absl::string_view why) const;
-  /// Renames index and segments, and says in the log why and what to do: by why's code, whether they are damaged, or
-  /// (UNIMPLEMENTED) of another version. Older folders that were set aside are removed first, but for the newest.
+  /// Takes that back: the index is whole.
+  absl::Status ClearDamaged() const;
+  absl::Status RemoveSealed() const;
+  /// Nobody has the index open any more. Where it is damaged, nothing is done.
+  void Seal(DiskFiles* files) const;
+  /// Behind MarkDamaged. No link is followed.
+  absl::Status RemoveIndex() const;
+  /// Renames index, segments and marks, and says in the log why and what to do: by why's code, whether they are
+  /// damaged, or (UNIMPLEMENTED) of another version. Older folders that were set aside are removed first, but for the
+  /// newest.
   absl::Status SetAside(const absl::Status& why) const;
 
  private:
   explicit DiskFolder(LockedFolder folder) : folder_(std::move(folder)) {}
   void RemoveOldAsides() const;
+  absl::Status Remove(const char* name) const;
 
   LockedFolder folder_;
 };
@@ -67,9 +83,17 @@ class FolderWatch {
   std::vector<Part> parts_;
 };
 
-/// The index that is there, or a new one; one that cannot be trusted is set aside. Errors: IndexDb::Open's, which name
-/// --disk-path and the folder.
-absl::StatusOr<std::unique_ptr<IndexDb>> OpenIndex(const DiskFolder& folder, rocksdb::FileSystem* index_files,
-                                                   DiskMetrics* metrics);
+/// What a disk has beside its records, opened.
+struct OpenedIndex {
+  std::unique_ptr<IndexDb> db;
+  RecordMarks marks;
+  uint32_t segment_of_most = 0;  // the highest number that a file or a mark has
+  std::string damage;            // why db has nothing, and records are to be found without it; empty: it has them
+};
+
+/// The index that is there, or a new one. One that is damaged or missing gives way to an empty one, and `damage` says
+/// so; where records cannot be found without it, or it is of another version, everything is set aside. Errors:
+/// IndexDb::Open's, which name --disk-path and the folder.
+absl::StatusOr<OpenedIndex> OpenIndex(const DiskFolder& folder, rocksdb::FileSystem* index_files, DiskMetrics* metrics);
 
 }  // namespace kvmanager

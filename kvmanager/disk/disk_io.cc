@@ -2,12 +2,14 @@
 
 #include <fcntl.h>
 #include <liburing.h>
+#include <spdlog/spdlog.h>
 #include <sys/eventfd.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <deque>
 #include <thread>
 
@@ -193,6 +195,21 @@ class PosixFiles final : public DiskFiles {
                               static_cast<off_t>(bytes)));
   }
   int Unlink(const std::string& path) override { return ResultOf(unlink(path.c_str())); }
+  int Replace(const std::string& path, absl::string_view bytes) override {
+    const std::string fresh = path + ".new";
+    const int fd = open(fresh.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0) return -errno;
+    int result = 0;
+    while (result == 0 && !bytes.empty()) {
+      const ssize_t written = write(fd, bytes.data(), bytes.size());
+      if (written < 0 && errno != EINTR) result = -errno;
+      if (written > 0) bytes.remove_prefix(static_cast<size_t>(written));
+    }
+    if (result == 0) result = ResultOf(fsync(fd));
+    close(fd);
+    if (result == 0) result = ResultOf(rename(fresh.c_str(), path.c_str()));
+    return result == 0 ? SyncFolder(path.substr(0, path.rfind('/'))) : result;
+  }
 };
 
 }  // namespace
@@ -213,6 +230,12 @@ std::unique_ptr<DiskIo> MakeUringIo() {
 }
 
 std::unique_ptr<DiskIo> MakeThreadIo() { return std::make_unique<ThreadIo>(); }
+
+std::unique_ptr<DiskIo> OrThreadIo(std::unique_ptr<DiskIo> io) {
+  if (io != nullptr) return io;
+  spdlog::info("io_uring is refused here: the disk is read and written by threads");
+  return MakeThreadIo();
+}
 
 std::unique_ptr<DiskFiles> MakeDiskFiles() { return std::make_unique<PosixFiles>(); }
 

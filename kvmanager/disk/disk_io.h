@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 namespace kvmanager {
 
@@ -41,6 +42,8 @@ class DiskIo {
 std::unique_ptr<DiskIo> MakeUringIo();
 /// By a small pool of threads with pread and pwrite.
 std::unique_ptr<DiskIo> MakeThreadIo();
+/// io, or where it is nullptr MakeThreadIo's, with a line in the log.
+std::unique_ptr<DiskIo> OrThreadIo(std::unique_ptr<DiskIo> io);
 
 /// Everything else about files. Any thread; calls block. Results: 0 or -errno.
 class DiskFiles {
@@ -59,6 +62,8 @@ class DiskFiles {
   /// Gives the file system back what these bytes take; they read as zeros. -EOPNOTSUPP: it cannot.
   virtual int Punch(int fd, uint64_t offset, uint64_t bytes) = 0;
   virtual int Unlink(const std::string& path) = 0;
+  /// The file has these bytes and mode 0600, durably; or has those that it had, or both are not known (an error).
+  virtual int Replace(const std::string& path, absl::string_view bytes) = 0;
 };
 
 std::unique_ptr<DiskFiles> MakeDiskFiles();

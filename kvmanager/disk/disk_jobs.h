@@ -6,10 +6,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/disk/record.h"
@@ -40,6 +42,10 @@ struct WriteJob : MoveJob {
   const char* failed_at = "";           // "write", "sync", "index"
 };
 
+/// Without a place. nullptr: no record can be of these pages, or their sources are not as many.
+std::shared_ptr<WriteJob> MakeWriteJob(DiskRecord record, absl::string_view payer, std::vector<const uint8_t*> sources,
+                                       int64_t now_ns);
+
 struct DiskEntry;
 
 struct ReadJob : MoveJob {
@@ -52,5 +58,9 @@ struct ReadJob : MoveJob {
   std::vector<uint64_t> checksums;  // [pages], of the header
   bool is_lost = false;             // its bytes are not there: reading it again is of no use
 };
+
+/// layers: of the entry. nullptr: its record has other pages than these targets.
+std::shared_ptr<ReadJob> MakeReadJob(DiskEntry* entry, uint32_t layers, const CacheDigest& cache, const BlockKey& key,
+                                     absl::Span<const BlockDisk::Target> targets, int64_t now_ns);
 
 }  // namespace kvmanager

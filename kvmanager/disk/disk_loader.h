@@ -1,9 +1,11 @@
-// Reads the index of a disk at its start, on a thread of its own, and hands it to the loop in pieces.
+// Reads the index of a disk at its start, on a thread of its own, and hands it to the loop in pieces. Where there is no
+// index, it finds the records by their headers (record_walk.h): in the order in which they were written, and of two of
+// one name the later one counts.
 //
 // A few batches wait for the loop, so that neither waits for the other; a turn of the loop may take them all, and they
 // are small enough for that. First come the records, in the order of their names; then the order in which the eviction
 // policy is to hear of them; last what is left over. After that the thread gives back the bytes between records: of
-// writes that a crash cut off, and of holes it left.
+// writes that a crash cut off, of holes it left, and of purged records: then no mark of a purge is needed any more.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +15,11 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/record_marks.h"
 #include "kvmanager/disk/segment_files.h"
 
 namespace kvmanager {
@@ -28,17 +32,22 @@ class DiskLoader {
   struct Batch {
     std::vector<IndexRecord> records;   // inserted in this order, number 0 first
     std::vector<std::string> damaged;   // keys whose values cannot be used, or name bytes that are not there
+    std::vector<std::string> purged;    // keys of records that a purge covers: a crash came before the index had it
     std::vector<uint32_t> overlapping;  // numbers of records that share bytes: none is trusted
     /// Numbers of all records, the first to go first: of a chain the end, of equals the ones that were written first.
     std::vector<uint32_t> order;
     bool is_last = false;
     absl::Status status;           // of the last: whether all was read
     uint32_t segment_of_most = 0;  // of the last: the highest number that a file or a record has
+    int bad_reads = 0;             // of the last: pieces that could not be read, where there is no index
   };
   struct Parts {
     IndexDb* db = nullptr;  // these outlive it
     SegmentFiles* files = nullptr;
     std::function<void(Batch)> on_batch;  // on its thread
+    std::function<void()> on_clean;       // likewise, last: what the marks name has gone for good
+    RecordMarks marks;                    // of the start
+    bool walks = false;                   // there is no index
   };
   explicit DiskLoader(Parts parts);
   /// Ends early.
@@ -58,9 +67,11 @@ class DiskLoader {
   void Run();
   bool Post(Batch batch);  // waits while many wait; false: stop
   absl::Status Scan(Batch* last);
+  /// add: false: stop.
+  absl::Status Walk(std::vector<SegmentFiles::Found> files, Batch* last, absl::FunctionRef<bool(IndexRecord)> add);
   void FindOverlaps(Batch* batch) const;  // of records_ by place
   bool PostOrder();
-  void GiveBackGaps();
+  bool GiveBackGaps();  // for good; false: perhaps not all
   bool stopping();
 
   const Parts parts_;

@@ -9,8 +9,10 @@
 #include <rocksdb/write_batch.h>
 #include <spdlog/spdlog.h>
 
+#include <cerrno>
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -43,8 +45,9 @@ absl::Status FromRocks(const rocksdb::Status& status) {
   // "While lock file: PATH", "lock hold by current process": not any path with "lock" in it.
   const bool is_locked = absl::StrContains(text, "lock file") || absl::StrContains(text, "lock hold");
   if (status.IsIOError() && is_locked) return absl::FailedPreconditionError(text);
-  if (status.IsCorruption() || status.IsPathNotFound() || status.IsInvalidArgument() || status.IsNotSupported() ||
-      status.IsNotFound()) {
+  const bool is_unreadable = status.IsIOError() && absl::StrContains(text, std::strerror(EIO));
+  if (is_unreadable || status.IsCorruption() || status.IsPathNotFound() || status.IsInvalidArgument() ||
+      status.IsNotSupported() || status.IsNotFound()) {
     return absl::DataLossError(text);
   }
   return absl::UnavailableError(text);
@@ -55,6 +58,9 @@ rocksdb::Options OptionsOf(rocksdb::Env* env) {
   options.env = env;
   options.create_if_missing = true;
   options.paranoid_checks = true;
+  // What a crash cut off is left out. What is wrong before it is an error: the index is made anew then, and misses
+  // nothing.
+  options.wal_recovery_mode = rocksdb::WALRecoveryMode::kTolerateCorruptedTailRecords;
   options.info_log = std::make_shared<QuietLogger>();
   options.info_log_level = rocksdb::InfoLogLevel::ERROR_LEVEL;
   options.write_buffer_size = kMemtableBytes;

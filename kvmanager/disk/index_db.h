@@ -31,7 +31,8 @@ constexpr int kOpenFilesMax = 64;
 class IndexDb {
  public:
   /// file_system: of tests, outlives it; nullptr: the machine's. Errors: FAILED_PRECONDITION: another process has it
-  /// open; DATA_LOSS: damaged, or foreign; UNIMPLEMENTED: of another version; UNAVAILABLE: I/O.
+  /// open; DATA_LOSS: damaged, foreign, or the device cannot read it; UNIMPLEMENTED: of another version; UNAVAILABLE:
+  /// I/O.
   static absl::StatusOr<std::unique_ptr<IndexDb>> Open(const std::string& path, rocksdb::FileSystem* file_system);
   virtual ~IndexDb() = default;
   /// There was none.

@@ -57,6 +57,25 @@ std::string EncodeIndexValue(const IndexRecord& record) {
   return value;
 }
 
+IndexRecord IndexRecordOf(const DiskRecord& of, const SegmentPlace& place, uint64_t header_checksum,
+                          absl::string_view payer) {
+  IndexRecord record;
+  record.cache = of.cache;
+  record.key = of.name.key;
+  record.tokens_digest = of.name.tokens;
+  record.place = place;
+  record.index = of.index;
+  record.tokens = of.tokens;
+  record.header_checksum = header_checksum;
+  record.layers = static_cast<uint32_t>(of.pages.size());
+  record.raw.resize((of.pages.size() + 7) / 8);
+  for (size_t i = 0; i < of.pages.size(); ++i) {
+    if (of.pages[i].raw) record.raw[i / 8] = static_cast<char>(record.raw[i / 8] | 1 << (i % 8));
+  }
+  record.payer = std::string(payer);
+  return record;
+}
+
 bool ParseIndexRecord(absl::string_view key, absl::string_view value, IndexRecord* record) {
   if (key.size() != kKeyBytes || key[0] != kIndexPrefixOfAll[0]) return false;
   key.remove_prefix(1);
@@ -79,8 +98,7 @@ bool ParseIndexRecord(absl::string_view key, absl::string_view value, IndexRecor
   const SegmentPlace& place = record->place;
   return place.offset % kRecordAlign == 0 && place.bytes % kRecordAlign == 0 && place.bytes > 0 &&
          place.bytes <= kDiskRecordBytesMax + kRecordAlign &&
-         place.offset <= std::numeric_limits<uint32_t>::max() * kRecordAlign &&
-         place.segment < std::numeric_limits<uint32_t>::max();
+         place.offset <= std::numeric_limits<uint32_t>::max() * kRecordAlign && place.segment <= kSegmentMax;
 }
 
 }  // namespace kvmanager

@@ -35,6 +35,9 @@ std::string IndexKey(const CacheDigest& cache, const BlockKey& key);
 std::string IndexPrefix(const CacheDigest& cache);
 constexpr char kIndexPrefixOfAll[] = "b";
 std::string EncodeIndexValue(const IndexRecord& record);
+/// What the index is to say of a record. payer: at most kPayerBytesMax.
+IndexRecord IndexRecordOf(const DiskRecord& of, const SegmentPlace& place, uint64_t header_checksum,
+                          absl::string_view payer);
 /// Of hostile bytes. false: no record, or no sound one.
 bool ParseIndexRecord(absl::string_view key, absl::string_view value, IndexRecord* record);
 

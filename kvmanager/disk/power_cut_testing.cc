@@ -74,19 +74,30 @@ class CutFiles final : public DiskFiles {
   int Sync(int fd) override {
     const int error = power_->Error();
     if (error != 0) return error;
+    for (const auto& [offset, bytes] : power_->TakePunches(fd)) (void)files_->Punch(fd, offset, bytes);
     return power_->NoteSync(fd) ? 0 : -EIO;
   }
-  int SyncFolder(const std::string& path) override { return power_->NoteFolderSync(Plain(path)) ? 0 : -EIO; }
+  int SyncFolder(const std::string& path) override {
+    for (const std::string& each : power_->TakeUnlinks(Plain(path))) (void)files_->Unlink(each);
+    return power_->NoteFolderSync(Plain(path)) ? 0 : -EIO;
+  }
   int Reserve(int fd, uint64_t offset, uint64_t bytes) override {
     return power_->on() ? files_->Reserve(fd, offset, bytes) : -EIO;
   }
   int Punch(int fd, uint64_t offset, uint64_t bytes) override {
     if (!power_->on()) return -EIO;
-    return power_->SkipPunch() ? 0 : files_->Punch(fd, offset, bytes);
+    return power_->PutOffPunch(fd, offset, bytes) ? 0 : files_->Punch(fd, offset, bytes);
   }
   int Unlink(const std::string& path) override {
     if (!power_->on()) return -EIO;
-    return power_->SkipPunch() ? 0 : files_->Unlink(path);
+    return power_->PutOffUnlink(Plain(path)) ? 0 : files_->Unlink(path);
+  }
+  int Replace(const std::string& path, absl::string_view bytes) override {
+    const int error = power_->Error();
+    if (!power_->on()) return -EIO;
+    if (error != 0 && power_->HalfOfThem()) return error;
+    const int result = files_->Replace(path, bytes);
+    return error != 0 ? error : result;
   }
 
  private:
@@ -244,9 +255,36 @@ bool PowerCut::NoteFolderSync(const std::string& folder) {
                  renamed_.end());
   return true;
 }
-bool PowerCut::SkipPunch() {
+bool PowerCut::HalfOfThem() {
   MutexLock lock(mutex_);
   return random_() % 2 == 0;
+}
+bool PowerCut::PutOffPunch(int fd, uint64_t offset, uint64_t bytes) {
+  MutexLock lock(mutex_);
+  if (random_() % 2 == 0) return false;
+  punches_[paths_[fd]].emplace_back(offset, bytes);
+  return true;
+}
+bool PowerCut::PutOffUnlink(const std::string& path) {
+  MutexLock lock(mutex_);
+  if (random_() % 2 == 0) return false;
+  unlinks_.insert(path);
+  return true;
+}
+std::vector<std::pair<uint64_t, uint64_t>> PowerCut::TakePunches(int fd) {
+  MutexLock lock(mutex_);
+  if (!on_) return {};
+  return std::exchange(punches_[paths_[fd]], {});
+}
+std::vector<std::string> PowerCut::TakeUnlinks(const std::string& folder) {
+  MutexLock lock(mutex_);
+  std::vector<std::string> taken;
+  if (!on_) return taken;
+  for (const std::string& path : unlinks_) {
+    if (FolderOf(path) == folder) taken.push_back(path);
+  }
+  for (const std::string& path : taken) unlinks_.erase(path);
+  return taken;
 }
 bool PowerCut::NoteAppend(const std::string& path, uint64_t bytes) {
   MutexLock lock(mutex_);
@@ -325,6 +363,8 @@ void PowerCut::Lose() {
   for (const std::string& path : created_) {
     if (random_() % 2 == 0) unlink(path.c_str());
   }
+  punches_.clear();
+  unlinks_.clear();
   writes_.clear();
   lengths_.clear();
   renamed_.clear();

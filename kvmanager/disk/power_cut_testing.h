@@ -13,6 +13,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvmanager/base/mutex.h"
@@ -48,7 +49,13 @@ class PowerCut {
   /// All ended writes of it are durable. False: there is no power.
   bool NoteSync(int fd);
   bool NoteFolderSync(const std::string& folder);
-  bool SkipPunch();
+  /// Whether a punch, or the removal of a file, waits for the next sync: a power cut before that undoes it.
+  bool PutOffPunch(int fd, uint64_t offset, uint64_t bytes);
+  bool PutOffUnlink(const std::string& path);
+  std::vector<std::pair<uint64_t, uint64_t>> TakePunches(int fd);
+  std::vector<std::string> TakeUnlinks(const std::string& folder);
+  /// Whether a call that fails did what it was to do.
+  bool HalfOfThem();
 
   /// Of the index's files: what is appended, synced, created and renamed.
   bool NoteAppend(const std::string& path, uint64_t bytes);
@@ -74,6 +81,8 @@ class PowerCut {
   bool on_ ABSL_GUARDED_BY(mutex_) = true, index_fails_ ABSL_GUARDED_BY(mutex_) = false;
   std::map<int, std::string> paths_ ABSL_GUARDED_BY(mutex_);  // of segments' descriptors
   std::map<std::string, std::vector<Unsynced>> writes_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, std::vector<std::pair<uint64_t, uint64_t>>> punches_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::string> unlinks_ ABSL_GUARDED_BY(mutex_);
   std::set<std::string> created_ ABSL_GUARDED_BY(mutex_);  // and their folder was not synced since
   struct Length {
     uint64_t bytes = 0, synced = 0;

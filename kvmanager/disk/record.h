@@ -15,6 +15,7 @@
 //   124        4      0
 //   128        16 n   of each page: bytes (4), raw (4; 0 or 1), checksum (8)
 //   128 + 16n  8      XXH3-64 of all bytes before
+//   end - 8    8      of the header: RecordSeal's tag, or 0 (written by a daemon that knew none); not read by the index
 //
 // Pages follow, each on a multiple of 64; between them, and up to a multiple of 4096 behind the last, are zeros. A
 // change of these bytes is a new version.
@@ -44,6 +45,8 @@ struct RecordLayout {
   std::vector<uint64_t> offsets;  // [pages], in the record
   static RecordLayout Of(absl::Span<const uint32_t> page_bytes);
 };
+
+constexpr uint32_t kSegmentMax = UINT32_MAX / 2;  // a segment's number
 
 /// A record's bytes.
 struct SegmentPlace {

@@ -27,8 +27,10 @@ absl::StatusOr<std::vector<SegmentFiles::Found>> SegmentFiles::List() const {
     uint32_t segment;
     const std::string name = it->path().filename();
     std::error_code gone;
-    const uint64_t bytes = it->is_regular_file(gone) && !gone ? it->file_size(gone) : 0;
-    if (!gone && name.size() >= 8 && absl::SimpleAtoi(name, &segment) && it->path() == PathOf(segment)) {
+    const bool is_file = it->symlink_status(gone).type() == std::filesystem::file_type::regular;
+    const uint64_t bytes = is_file && !gone ? it->file_size(gone) : 0;
+    if (is_file && !gone && name.size() >= 8 && absl::SimpleAtoi(name, &segment) && segment <= kSegmentMax &&
+        it->path() == PathOf(segment)) {
       found.push_back({segment, bytes});
     }
     it.increment(error);

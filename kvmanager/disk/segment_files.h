@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -63,6 +64,8 @@ class SegmentFiles {
   int Sync(uint32_t segment);
   int Punch(const SegmentPlace& place);
   int Unlink(uint32_t segment);
+  /// Files that were removed stay so.
+  int SyncFolder() { return left_ ? -ENOENT : files_->SyncFolder(folder_); }
   std::string PathOf(uint32_t segment) const;
 
  private:

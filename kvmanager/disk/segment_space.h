@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "absl/container/flat_hash_map.h"
+#include "kvmanager/disk/record_marks.h"
 #include "kvmanager/disk/segment_files.h"
 
 namespace kvmanager {
@@ -27,6 +28,9 @@ class SegmentSpace {
   void Note(const SegmentPlace& place);
   /// The segments with numbers up to this one are none of ours to write.
   void BeginAbove(uint32_t segment) { next_ = std::max(next_, segment + 1); }
+
+  /// No record begins here or behind it, and those that come do.
+  RecordPlace end() const { return current_ != kNone ? RecordPlace{current_, end_} : RecordPlace{next_, 0}; }
 
   /// Room for a record, at the end of the segment that is written. is_first: the segment is to be made. emptied: the
   /// segment that was written until now has nothing in it: it is to be removed; UINT32_MAX: none.

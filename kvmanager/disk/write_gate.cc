@@ -35,8 +35,8 @@ void WriteGate::NoteIndexError(const absl::Status& status, uint64_t blocks_read)
   const absl::Status marked = folder_.MarkDamaged(why);
   spdlog::error(
       "the disk's index in {} is damaged ({}): {} blocks were read of it and are found, and nothing is written to the "
-      "disk until the next start, which moves it to a folder set-aside-TIME and begins empty{}. Look for errors of the "
-      "device (dmesg, smartctl), and restart.",
+      "disk until the next start, which makes it anew from the records{}. Look for errors of the device (dmesg, "
+      "smartctl), and restart.",
       folder_.path(), why, blocks_read, marked.ok() ? "" : absl::StrCat(" (", marked.message(), ")"));
 }
 
