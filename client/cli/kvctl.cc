@@ -164,6 +164,8 @@ int Main(int argc, char** argv) {
       "                                     why a prompt missed: where each of its blocks is, or how it went\n"
       "  kvctl retain --cache 3 --tokens PROMPT.json --priority 80 --ttl-s 3600\n"
       "                                     keep the blocks of a prompt longer than others, for an hour\n"
+      "  kvctl prefetch --cache 3 --tokens PROMPT.json\n"
+      "                                     bring them from the disk into memory, ahead of a request\n"
       "  kvctl drain                        before a restart: take in nothing new\n"
       "  kvctl drain --off                  take it back (the same as undrain)\n"
       "  kvctl upgrade                      the next version goes on in the daemon's place, with its memory\n"
