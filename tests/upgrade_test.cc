@@ -345,6 +345,7 @@ TEST_F(UpgradeTest, WhereTheNewProgramEndsKvctlSaysHowToStartTheDaemonAgain) {
   Publish(*cache, {1, Kind::kNormal, options_}, 5);
   cache.reset();
   const CommandResult result = Upgrade({"--program", program, "--wait-s", "1"});
+  daemon_->Kill();  // it has ended by itself
   EXPECT_EQ(result.status, 1) << result.output;
   for (const std::string& words : {absl::StrCat("Process ", daemon_->pid(), " has ended."), std::string("--state-dir"),
                                    std::string("--tenant-most-percent 90")}) {

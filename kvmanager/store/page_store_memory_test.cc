@@ -16,7 +16,7 @@ using testing::MakeConfig;
 using testing::MakeText;
 
 constexpr int kBlocks = 64;  // of a text
-constexpr int kTexts = 32;
+constexpr int kTexts = 64;
 
 class PageStoreMemoryTest : public testing::PageStoreTest {
  protected:
@@ -27,7 +27,7 @@ class PageStoreMemoryTest : public testing::PageStoreTest {
   // Bytes of the heap for each block that nobody uses, of `layers` layers.
   double BytesOfABlock(int layers) {
     test_ = nullptr;
-    pool_bytes_ = uint64_t{1} << 30;
+    pool_bytes_ = uint64_t{2} << 30;
     const CacheConfig config = MakeConfig("fake", 0, "a", layers);
     const CacheId cache = test().Open(config);
     const auto publish = [&](uint32_t salt) {
