@@ -114,7 +114,8 @@ TEST(MetricsTest, TheCatalogueIsTheMetricsPage) {
   MetricsPage page;
   EXPECT_TRUE(Eventually([&] {
     page = *Scrape(*daemon);
-    return page.Sum("kvmanager_codec_relative_error_count") > 0 && page.families.count("kvmanager_tenant_pool_bytes") > 0 &&
+    return page.Sum("kvmanager_codec_relative_error_count") > 0 &&
+           page.families.count("kvmanager_tenant_pool_bytes") > 0 &&
            page.families.count("kvmanager_retained_bytes") > 0;
   }));
   std::string missing;

@@ -77,7 +77,7 @@ absl::Status DiskLoader::Scan(Batch* last) {
     (sound ? batch.purged : batch.damaged).emplace_back(key);
     return goes_on();
   };
-  const absl::Status status = parts_.walks ? Walk(*std::move(files), last, add) : parts_.db->Scan(add_of_index);
+  absl::Status status = parts_.walks ? Walk(*std::move(files), last, add) : parts_.db->Scan(add_of_index);
   if (!batch.records.empty() || !batch.damaged.empty() || !batch.purged.empty()) Post(std::move(batch));
   return status;
 }
