@@ -249,7 +249,7 @@ class KvManagerHiCache(HiCacheStorage):
 
         def ask(session: Session) -> list[bool]:
             cache = session.cache(name)
-            return _there(cache, _names(cache, keys))
+            return _there(cache, _names(cache, keys), prefetch=True)
 
         return self._call(ask, [False] * len(keys)) if keys else []
 
@@ -261,7 +261,7 @@ class KvManagerHiCache(HiCacheStorage):
         def store(session: Session) -> list[bool]:
             cache, staging = session.cache(name), _staging(session, name, pool, self._settings)
             names = _names(cache, keys)
-            done[:] = _there(cache, names)
+            done[:] = _there(cache, names, prefetch=False)
             if self._kept_longer():
                 self._retain(cache, [key for key, there in zip(keys, done) if there])
             missing = [place for place in range(len(keys)) if not done[place]]
@@ -485,9 +485,9 @@ def _leading(there: list[bool]) -> int:
     return there.index(False) if False in there else len(there)
 
 
-def _there(cache: Cache, names: list[BlockNames]) -> list[bool]:
+def _there(cache: Cache, names: list[BlockNames], prefetch: bool) -> list[bool]:
     parts = [names[begin : begin + _BATCH_MAX] for begin in range(0, len(names), _BATCH_MAX)]
-    return [match.hit_blocks == 1 for part in parts for match in cache.match(part, prefetch=True)]
+    return [match.hit_blocks == 1 for part in parts for match in cache.match(part, prefetch)]
 
 
 def _names(cache: Cache, keys: List[str]) -> list[BlockNames]:
