@@ -29,9 +29,11 @@ class DiskLoads::Load final : public DiskLoad {
         first_(first),
         ahead_(urgency == LoadUrgency::kAhead) {
     ++cache_->leases;
+    loads_.loads_.insert(this);
   }
   ~Load() override {
     if (alive_.expired()) return;
+    loads_.loads_.erase(this);
     StopWaiting();
     loads_.GiveBack(std::move(held_));
     for (const std::shared_ptr<Cache>& cache : {cache_, host_}) {
@@ -62,6 +64,28 @@ class DiskLoads::Load final : public DiskLoad {
   void OnMore(absl::AnyInvocable<void()> fn) override {
     if (!waits_ || alive_.expired()) return fn();
     fn_ = std::move(fn);
+  }
+  const CacheDigest& digest() const { return cache_->digest; }
+  /// Its blocks are purged: what has come is given back, and nothing more is read.
+  void LetGo() {
+    std::vector<Block*> come, coming;
+    std::vector<uint64_t> coming_bytes;
+    on_their_way_ = 0;
+    for (size_t i = 0; i < held_.size(); ++i) {
+      if (Came(*held_[i])) {
+        come.push_back(held_[i]);
+        continue;
+      }
+      coming.push_back(held_[i]);
+      coming_bytes.push_back(bytes_[i]);
+      on_their_way_ += bytes_[i];
+    }
+    held_ = std::move(coming);
+    bytes_ = std::move(coming_bytes);
+    awaited_ = 0;
+    walked_ = true;
+    if (std::erase(ahead_ ? loads_.ahead_for_room_ : loads_.for_room_, this) > 0) loads_.waking_.push_back(this);
+    loads_.GiveBack(std::move(come));
   }
   void Wake() {
     waits_ = false;
@@ -293,6 +317,10 @@ void DiskLoads::WakeForRoom() {
 
 void DiskLoads::NotePurge(const CacheDigest* digest) {
   for (auto& [target, reading] : readings_) reading.purged |= digest == nullptr || reading.cache->digest == *digest;
+  for (Load* const load : loads_) {
+    if (digest == nullptr || load->digest() == *digest) load->LetGo();
+  }
+  WakeForRoom();
 }
 
 void DiskLoads::GiveBack(std::vector<Block*> blocks) {

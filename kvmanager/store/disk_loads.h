@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/functional/any_invocable.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/store/block_index.h"
@@ -51,7 +52,7 @@ class DiskLoads {
                                   LoadUrgency urgency);
   void OnLeftovers(std::function<void()> fn) { on_leftovers_ = std::move(fn); }
   bool ReleaseSome();
-  /// What is being read of a cache gets no name; nullptr: of all.
+  /// What is being read of a cache gets no name, and its loads hold no block that has come; nullptr: of all.
   void NotePurge(const CacheDigest* digest);
 
   /// For CheckInvariants: blocks on their way, of each cache.
@@ -81,6 +82,7 @@ class DiskLoads {
 
   const Parts parts_;
   absl::flat_hash_map<Block*, Reading> readings_;
+  absl::flat_hash_set<Load*> loads_;
   uint64_t reading_bytes_ = 0;
   std::deque<Load*> for_room_;            // loads that wait until others' blocks have come
   std::deque<Load*> ahead_for_room_;      // likewise, that nobody waits for

@@ -206,6 +206,24 @@ TEST_F(PageStoreDiskLoadsTest, APurgeDuringALoadNamesNothing) {
   EXPECT_EQ(test().pool->slot_bytes_used(), 0u);
 }
 
+TEST_F(PageStoreDiskLoadsTest, APurgeTakesWhatALoadHasBroughtSoFar) {
+  const Text text = MakeText(7 * kPage);
+  const CacheId cache = OnDiskAlone("fake", text, 6);
+  auto load = BeginLoad(cache, Names(cache, text, 6));
+  int woken = 0;
+  load->OnMore([&] { ++woken; });
+  for (int i = 0; i < 3; ++i) disk_.FinishRead();
+  FinishEncodes();  // three have come
+  ASSERT_TRUE(store().caches().Purge(cache).ok());
+  store().report().CheckInvariants();
+  testing::LoadAll(*load, [this] { Finish(); });
+  EXPECT_EQ(woken, 1);
+  load = nullptr;
+  const CacheId again = test().Open(MakeConfig("fake", 0));
+  EXPECT_EQ(store().caches().Describe(again)->published_blocks, 0u);
+  EXPECT_EQ(test().pool->slot_bytes_used(), 0u);
+}
+
 TEST_F(PageStoreDiskLoadsTest, AGpusCacheFindsWhatTheDiskHas) {
   const Text text = MakeText(5 * kPage);
   Publish(test().Open(MakeConfig("fake", 0)), text, 4);
