@@ -58,8 +58,8 @@ class BlockDiskImpl final : public BlockDisk {
                                Post([this, results = std::move(results)]() mutable { OnResults(std::move(results)); });
                              },
                              [watch = FolderWatch(folder_)] { return watch.Check(); }, opened.marks,
-                             [this](const RecordMarks& marks) {
-                               return files_.has_left() ? absl::OkStatus() : marks.Write(folder_.marks(), disk_files_);
+                             [this, watch = FolderWatch(folder_)](const RecordMarks& marks) {
+                               return watch.IsThere() ? marks.Write(folder_.marks(), disk_files_) : absl::OkStatus();
                              }});
     mover_ = std::make_unique<DiskMover>(DiskMover::Parts{
         OrThreadIo(parts.make_io ? parts.make_io() : MakeUringIo()), &files_, shares_.reserve,
@@ -98,7 +98,7 @@ class BlockDiskImpl final : public BlockDisk {
     const RetainingEviction::Use use = index_.EndRetentions();
     metrics_->ShowRetained(use.blocks, use.bytes);
     bad_blocks_.NoteLeftOut();
-    committer_->Look();
+    committer_->Look(/*again=*/gate_.OpensWithin(0) && gate_.TakeTryAgain());
   }
 
   const char* state() const override {

@@ -62,10 +62,11 @@ void DiskCommitter::TryAgain() {
   added_.notify_one();
 }
 
-void DiskCommitter::Look() {
+void DiskCommitter::Look(bool again) {
   {
     MutexLock lock(mutex_);
     look_ = true;
+    again_ |= again;
   }
   added_.notify_one();
 }

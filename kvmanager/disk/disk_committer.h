@@ -80,7 +80,7 @@ class DiskCommitter {
   /// Tries once more what has failed.
   void TryAgain();
   /// Looks whether the disk's folder is there: on_results is told if it is not.
-  void Look();
+  void Look(bool again);
 
  private:
   enum class Kind : uint8_t { kPut, kPutAgain, kDelete, kPurge, kPurgeAll, kDropMarks, kPunch, kUnlink, kNotify };

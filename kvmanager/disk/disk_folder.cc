@@ -239,6 +239,13 @@ FolderWatch::FolderWatch(const DiskFolder& folder) {
   }
 }
 
+bool FolderWatch::IsThere() const {
+  return std::any_of(parts_.begin(), parts_.end(), [](const Part& part) {
+    struct stat of;
+    return stat(part.path.c_str(), &of) == 0 && of.st_dev == part.device && of.st_ino == part.inode;
+  });
+}
+
 absl::Status FolderWatch::Check() const {
   for (const Part& part : parts_) {
     struct stat of;

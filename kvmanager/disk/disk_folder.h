@@ -73,6 +73,8 @@ class FolderWatch {
   explicit FolderWatch(const DiskFolder& folder);
   /// Any thread; asks the file system. NOT_FOUND: naming what is gone, or another.
   absl::Status Check() const;
+  /// Something of it is where it was: a start may find its records. As Check.
+  bool IsThere() const;
 
  private:
   struct Part {

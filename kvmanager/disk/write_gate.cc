@@ -45,9 +45,8 @@ void WriteGate::NoteFolderGone(const absl::Status& why) {
   shut_ = "its folder was removed or replaced: nothing is written until the next start";
   spdlog::error(
       "the disk's folder {} was removed or replaced by somebody else ({}): nothing is written to the disk until the "
-      "next "
-      "start, which does not find what was there. Its space is free once this daemon has ended. Put the folder back if "
-      "you have it, and restart.",
+      "next start, which finds what is there then. The space of what was removed is free once this daemon has ended. "
+      "Put the folder back if you have it, and restart.",
       folder_.path(), std::string(why.message()));
 }
 
