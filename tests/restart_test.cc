@@ -118,6 +118,24 @@ TEST_F(RestartTest, WhereTheKeeperEndsAnotherOneTakesItsPlace) {
   EXPECT_EQ(Compare(*cache, source, 4), 4);
 }
 
+TEST_F(RestartTest, AKeeperThatNobodyWouldFindIsReplaced) {
+  const CacheOptions options = SmallCache("raw", 0);
+  const Source source{1, Kind::kNormal, options};
+  Start();
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  Publish(*cache, source, 4);
+  ASSERT_TRUE(AllRecorded());
+  ASSERT_EQ(unlink((state_ + "/" + kKeeperSocket).c_str()), 0);
+  ASSERT_TRUE(Eventually([&] { return KeeperOf(state_) > 0; }));
+  ASSERT_TRUE(Eventually([&] { return log_.Says("another process keeps the memory now"); }));
+  cache.reset();
+  Kill();
+  Start();
+  ASSERT_OK_AND_ASSIGN(cache, client_->OpenCache(options));
+  ASSERT_TRUE(AllClaimed());
+  EXPECT_EQ(Compare(*cache, source, 4), 4);
+}
+
 TEST_F(RestartTest, WhereNobodyCanKeepTheMemoryTheDaemonSaysSoAndTriesAgain) {
   Start();
   // Where its socket was is a folder.

@@ -83,10 +83,11 @@ void ServerMemory::Look(WorkerPool* background, MessageQueue* queue) {
 }
 
 void ServerMemory::LookAtKeeper() {
-  if ((keeps_ && !keeper_->gone()) || SteadyClock().NowNs() < try_again_ns_) return;
+  if ((keeps_ && !keeper_->gone() && keeper_->is_found()) || SteadyClock().NowNs() < try_again_ns_) return;
   const bool first = keeps_;
   if (first) metrics_->keepers_lost.Increment();
-  const absl::Status kept = KeepAnew("the one before has ended");
+  const absl::Status kept =
+      KeepAnew(keeper_->gone() ? "the one before has ended" : "the socket of the one before is gone");
   if (kept.ok()) return;
   const std::string why(kept.message());
   if (first) spdlog::error("--state-dir {}: nobody keeps the memory, a restart loses it: {}", state_dir_, why);
@@ -146,7 +147,8 @@ absl::Status ServerMemory::KeepOn() {
   if (keeper_ == nullptr) return absl::OkStatus();
   if (!keeps_) return KeepAnew("the one before has ended");
   const absl::Status there = keeper_->Ping();
-  if (there.ok()) return absl::OkStatus();
+  if (there.ok() && keeper_->is_found()) return absl::OkStatus();
+  if (there.ok()) return KeepAnew("the socket of the one before is gone");
   if (absl::IsDeadlineExceeded(there)) {
     return absl::UnavailableError(absl::StrCat("--state-dir ", state_dir_, ": ", there.message(),
                                                ": the memory would be lost; end the process that keeps it (kvmanagerd ",
@@ -157,6 +159,7 @@ absl::Status ServerMemory::KeepOn() {
 
 absl::Status ServerMemory::KeepAnew(const std::string& why) {
   keeps_ = false;
+  if (!keeper_->gone()) (void)keeper_->Forget();  // nobody would find what it has
   KV_RETURN_IF_ERROR(OpenKeeper());
   KV_RETURN_IF_ERROR(keeper_->Forget());
   KV_RETURN_IF_ERROR(KeepAll());

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -48,9 +49,21 @@ absl::StatusOr<std::unique_ptr<MemoryKeeper>> MemoryKeeper::Reach(const std::str
     if (socket >= 0) keeper.Leave();
   }
   if (socket < 0) return absl::UnavailableError(absl::StrCat("keeper: it takes no connection at ", path));
-  std::unique_ptr<MemoryKeeper> keeper(new MemoryKeeper(socket));
+  std::unique_ptr<MemoryKeeper> keeper(new MemoryKeeper(socket, path));
   KV_RETURN_IF_ERROR(keeper->List());
   return keeper;
+}
+
+MemoryKeeper::MemoryKeeper(int socket, const std::string& path) : socket_(socket), path_(path) {
+  struct stat of;
+  if (stat(path.c_str(), &of) != 0) return;
+  device_ = of.st_dev;
+  inode_ = of.st_ino;
+}
+
+bool MemoryKeeper::is_found() const {
+  struct stat of;
+  return stat(path_.c_str(), &of) == 0 && of.st_dev == device_ && of.st_ino == inode_;
 }
 
 MemoryKeeper::~MemoryKeeper() {

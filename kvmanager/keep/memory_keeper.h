@@ -3,6 +3,8 @@
 // Calls wait for the keeper, some milliseconds; they are for a daemon's start.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -42,6 +44,8 @@ class MemoryKeeper {
   absl::Status Ping();
   /// It has ended, or closed the connection. Does not wait.
   bool gone() const;
+  /// Whether the next daemon would find it: its socket is where it was.
+  bool is_found() const;
   /// Of its process, as the socket's credentials say.
   uint32_t pid() const;
 
@@ -49,12 +53,15 @@ class MemoryKeeper {
   /// The one that listens at `path`, or a new one.
   static absl::StatusOr<std::unique_ptr<MemoryKeeper>> Reach(const std::string& path,
                                                              const std::vector<std::string>& program);
-  explicit MemoryKeeper(int socket) : socket_(socket) {}
+  MemoryKeeper(int socket, const std::string& path);
   absl::Status List();
   absl::Status Ask(KeeperPacketType type, absl::string_view name, int fd);
   void CloseFound();
 
   const int socket_;
+  const std::string path_;
+  dev_t device_ = 0;  // of its socket's file
+  ino_t inode_ = 0;
   std::map<std::string, int> found_;
 };
 
