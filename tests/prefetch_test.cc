@@ -178,7 +178,7 @@ TEST_F(PrefetchTest, Kvctl) {
   write(2, kPageTokens - 1);
   result = Run({"--cache", id, "--tokens", path});
   EXPECT_NE(result.status, 0);
-  EXPECT_TRUE(absl::StrContains(result.output, "a file with at least 64, those of one block")) << result.output;
+  EXPECT_EQ(result.status, 1);
   EXPECT_EQ(Run({"--cache", "0", "--tokens", path}).status, 2);
   EXPECT_EQ(Run({"--cache", id}).status, 2);
   EXPECT_EQ(Run({"--help"}).status, 0);
