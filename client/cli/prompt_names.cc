@@ -24,9 +24,9 @@ constexpr char kWanted[] =
     "a file with the prompt's token ids, a list in JSON of numbers 0..4294967295, such as [1, 15043, 3186]";
 
 // `found`: what is wrong, behind the file's name.
-absl::Status WrongTokens(absl::string_view file, absl::string_view found, absl::string_view todo = "",
+absl::Status WrongTokens(absl::string_view file, absl::string_view found, absl::string_view advice = "",
                          absl::StatusCode code = absl::StatusCode::kInvalidArgument) {
-  return FieldError(code, "--tokens", absl::StrCat(file, found), absl::StrCat(kWanted, todo));
+  return FieldError(code, "--tokens", absl::StrCat(file, found), absl::StrCat(kWanted, advice));
 }
 
 // Text of a file as an error shows it.
@@ -42,7 +42,7 @@ class TokenIdsReader final : public nlohmann::json_sax<json> {
 
   std::vector<uint32_t> ids;
   std::string found;  // what is not as wanted, behind the file's name; empty: nothing
-  std::string todo;
+  std::string advice;
 
   bool null() override { return Value("null"); }
   bool boolean(bool value) override { return Value(value ? "true" : "false"); }
@@ -70,14 +70,14 @@ class TokenIdsReader final : public nlohmann::json_sax<json> {
   }
   bool start_array(size_t) override {
     if (depth_ == 1 && !is_object_) {
-      todo = ": of several prompts give one";
+      advice = ": of several prompts give one";
       return Value("a list");
     }
     if (depth_ == 1) {
       found = absl::StrCat(", which is a JSON object with a list in ", Shown(key_));
       const bool plain =
           std::all_of(key_.begin(), key_.end(), [](char c) { return absl::ascii_isalnum(c) || c == '_'; });
-      if (plain) todo = absl::StrCat(": `jq .", key_, "` takes that out");
+      if (plain) advice = absl::StrCat(": `jq .", key_, "` takes that out");
       return false;
     }
     ++depth_;
@@ -144,7 +144,7 @@ absl::StatusOr<std::vector<uint32_t>> ParseTokenIds(absl::string_view text, absl
   if (!is_text) return WrongTokens(file, ", which is binary");
   TokenIdsReader reader(text);
   json::sax_parse(text.begin(), text.end(), &reader);
-  if (!reader.found.empty()) return WrongTokens(file, reader.found, reader.todo);
+  if (!reader.found.empty()) return WrongTokens(file, reader.found, reader.advice);
   return std::move(reader.ids);
 }
 
