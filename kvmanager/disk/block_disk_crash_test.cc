@@ -96,7 +96,7 @@ TEST(BlockDiskCrashTest, WhatWasReportedIsThere) {
     ASSERT_TRUE(child.ok()) << child.status();
     close(pipe_fds[1]);
     // So many reports, then the end, wherever it is.
-    int reports = static_cast<int>(random() % 400);
+    int reports = 1 + static_cast<int>(random() % 400);
     Said said;
     while (read(pipe_fds[0], &said, sizeof said) == sizeof said) {
       if (said.what == 'd') there.insert(said.number);
