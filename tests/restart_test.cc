@@ -39,6 +39,14 @@ class RestartTest : public RestartedDaemonTest {
     return Eventually([&] { return Metric("kvmanager_unclaimed_blocks") == 0; });
   }
 
+  void ExpectFoundAfterAKill(const CacheOptions& options, const Source& source, int blocks) {
+    Kill();
+    Start();
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    ASSERT_TRUE(AllClaimed());
+    EXPECT_EQ(Compare(*cache, source, blocks), blocks);
+  }
+
   const std::string state_ = directory_.path() + "/state";
 };
 
@@ -111,11 +119,7 @@ TEST_F(RestartTest, WhereTheKeeperEndsAnotherOneTakesItsPlace) {
   EXPECT_EQ(status.kept_memory->pid, static_cast<uint32_t>(KeeperOf(state_)));
   EXPECT_NE(status.kept_memory->pid, static_cast<uint32_t>(first));
   cache.reset();
-  Kill();
-  Start();
-  ASSERT_OK_AND_ASSIGN(cache, client_->OpenCache(options));
-  ASSERT_TRUE(AllClaimed());
-  EXPECT_EQ(Compare(*cache, source, 4), 4);
+  ExpectFoundAfterAKill(options, source, 4);
 }
 
 TEST_F(RestartTest, AKeeperThatNobodyWouldFindIsReplaced) {
@@ -129,11 +133,7 @@ TEST_F(RestartTest, AKeeperThatNobodyWouldFindIsReplaced) {
   ASSERT_TRUE(Eventually([&] { return KeeperOf(state_) > 0; }));
   ASSERT_TRUE(Eventually([&] { return log_.Says("another process keeps the memory now"); }));
   cache.reset();
-  Kill();
-  Start();
-  ASSERT_OK_AND_ASSIGN(cache, client_->OpenCache(options));
-  ASSERT_TRUE(AllClaimed());
-  EXPECT_EQ(Compare(*cache, source, 4), 4);
+  ExpectFoundAfterAKill(options, source, 4);
 }
 
 TEST_F(RestartTest, WhereNobodyCanKeepTheMemoryTheDaemonSaysSoAndTriesAgain) {
@@ -174,11 +174,7 @@ TEST_F(RestartTest, WhereDaemonAndKeeperEndTheNextOneBeginsEmpty) {
   Publish(*cache, source, 4);
   ASSERT_TRUE(AllRecorded());
   cache.reset();
-  Kill();
-  Start();
-  ASSERT_OK_AND_ASSIGN(cache, client_->OpenCache(options));
-  ASSERT_TRUE(AllClaimed());
-  EXPECT_EQ(Compare(*cache, source, 4), 4);
+  ExpectFoundAfterAKill(options, source, 4);
 }
 
 TEST_F(RestartTest, AFolderIsOfOneDaemonAndOfItsUserAlone) {

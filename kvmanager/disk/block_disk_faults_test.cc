@@ -49,16 +49,6 @@ class BlockDiskFaultsTest : public ::testing::Test {
     }
     ASSERT_TRUE(loop_.RunUntil([&] { return durable == blocks.size(); }));
   }
-  static void Flip(const std::string& path, uint64_t at) {
-    const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-    ASSERT_GE(fd, 0);
-    uint8_t byte;
-    ASSERT_EQ(pread(fd, &byte, 1, static_cast<off_t>(at)), 1);
-    byte ^= 4;
-    ASSERT_EQ(pwrite(fd, &byte, 1, static_cast<off_t>(at)), 1);
-    ASSERT_EQ(fsync(fd), 0);
-    close(fd);
-  }
   static std::string KeyOf(const TestBlock& block) { return block.record.name.key.ToHex(8); }
 
   TestFolder folder_;

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <filesystem>
@@ -42,21 +43,26 @@ constexpr int kDamagesOfKind = 15;
 #endif
 
 /// A file system that gives nothing back: what was erased is still there.
-class NothingGoes final : public DiskFiles {
+class NothingGoes final : public RealFiles {
  public:
-  int Open(const std::string& path, bool create, bool* direct) override { return files_->Open(path, create, direct); }
-  void Close(int fd) override { files_->Close(fd); }
-  int Sync(int fd) override { return files_->Sync(fd); }
-  int SyncFolder(const std::string& path) override { return files_->SyncFolder(path); }
   int Reserve(int fd, uint64_t offset, uint64_t bytes) override { return 0; }
   int Punch(int fd, uint64_t offset, uint64_t bytes) override { return -EOPNOTSUPP; }
   int Unlink(const std::string& path) override { return unlink_result; }
-  int Replace(const std::string& path, absl::string_view bytes) override { return files_->Replace(path, bytes); }
 
   int unlink_result = 0;
+};
 
- private:
-  const std::unique_ptr<DiskFiles> files_ = MakeDiskFiles();
+/// One that does not replace files for a while.
+class RefusesMarks final : public RealFiles {
+ public:
+  int Replace(const std::string& path, absl::string_view bytes) override {
+    if (refuses) return -EIO;
+    const int error = RealFiles::Replace(path, bytes);
+    ++replaced;
+    return error;
+  }
+  std::atomic<bool> refuses{false};
+  std::atomic<int> replaced{0};
 };
 
 class BlockDiskRebuildTest : public ::testing::Test {
@@ -71,16 +77,6 @@ class BlockDiskRebuildTest : public ::testing::Test {
   void UseFolder(const std::string& path) { options_.directory = path; }
   std::string Segment(int number) const { return absl::StrFormat("%s/segments/%08d", options_.directory, number); }
   void RemoveIndex() { fs::remove_all(options_.directory + "/index"); }
-  static void Flip(const std::string& path, uint64_t at) {
-    const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-    ASSERT_GE(fd, 0);
-    uint8_t byte;
-    ASSERT_EQ(pread(fd, &byte, 1, static_cast<off_t>(at)), 1);
-    byte ^= 4;
-    ASSERT_EQ(pwrite(fd, &byte, 1, static_cast<off_t>(at)), 1);
-    ASSERT_EQ(fsync(fd), 0);
-    close(fd);
-  }
   void Write(TestDisk* disk, const std::vector<TestBlock>& blocks) {
     for (const TestBlock& block : blocks) ASSERT_TRUE(disk->Write(block));
   }
@@ -117,6 +113,35 @@ class BlockDiskRebuildTest : public ::testing::Test {
   BlockDisk::Options options_;
   BlockDiskParts parts_;
 };
+
+// Of a disk that nothing else is asked of.
+TEST_F(BlockDiskRebuildTest, APurgeThatWasRefusedIsTriedAgain) {
+  RefusesMarks files;
+  parts_.files = &files;
+  const std::vector<TestBlock> blocks = Blocks(1, 0, 5);
+  {
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    ASSERT_NO_FATAL_FAILURE(Write(&disk, blocks));
+    files.refuses = true;
+    files.replaced = 0;
+    EXPECT_EQ(disk->EraseAll(), blocks.size());
+    absl::Status erased;
+    disk->WhenErased([&](const absl::Status& status) { erased = status; });
+    ASSERT_TRUE(loop_.RunUntil([&] { return !erased.ok(); }));
+    ASSERT_TRUE(loop_.RunUntil([&] { return !disk->TakesWrites(); }));
+    files.refuses = false;
+    disk->Look();
+    EXPECT_EQ(files.replaced, 0) << "not before the pause is over";
+    clock_.AdvanceNs(2000000000);
+    disk->Look();
+    ASSERT_TRUE(loop_.RunUntil([&] { return files.replaced > 0; }));
+  }
+  RemoveIndex();
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load());
+  EXPECT_NO_FATAL_FAILURE(ExpectAll(&disk, {}));
+}
 
 TEST_F(BlockDiskRebuildTest, AMissingIndexIsMadeAnew) {
   std::vector<TestBlock> blocks = Blocks(1, 0, 30);

@@ -25,19 +25,10 @@ namespace {
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
 /// A file system that punches no holes.
-class NoHoles : public DiskFiles {
+class NoHoles : public RealFiles {
  public:
-  int Open(const std::string& path, bool create, bool* direct) override { return files_->Open(path, create, direct); }
-  void Close(int fd) override { files_->Close(fd); }
-  int Sync(int fd) override { return files_->Sync(fd); }
-  int SyncFolder(const std::string& path) override { return files_->SyncFolder(path); }
   int Reserve(int fd, uint64_t offset, uint64_t bytes) override { return -EOPNOTSUPP; }
   int Punch(int fd, uint64_t offset, uint64_t bytes) override { return -EOPNOTSUPP; }
-  int Unlink(const std::string& path) override { return files_->Unlink(path); }
-  int Replace(const std::string& path, absl::string_view bytes) override { return files_->Replace(path, bytes); }
-
- private:
-  const std::unique_ptr<DiskFiles> files_ = MakeDiskFiles();
 };
 
 /// One that takes its time for each.

@@ -1,8 +1,10 @@
 // What tests of the disk share: a loop, blocks with known bytes, a directory that goes.
 #pragma once
 
+#include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstring>
@@ -164,6 +166,34 @@ class TestDisk {
   Metrics registry_;
   DiskMetrics metrics_;
   absl::StatusOr<std::unique_ptr<BlockDisk>> opened_;
+};
+
+/// Changes one bit of a file, durably.
+inline void Flip(const std::string& path, uint64_t at) {
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  uint8_t byte;
+  ASSERT_EQ(pread(fd, &byte, 1, static_cast<off_t>(at)), 1);
+  byte ^= 4;
+  ASSERT_EQ(pwrite(fd, &byte, 1, static_cast<off_t>(at)), 1);
+  ASSERT_EQ(fsync(fd), 0);
+  close(fd);
+}
+
+/// The host's file system, of which tests change a part.
+class RealFiles : public DiskFiles {
+ public:
+  int Open(const std::string& path, bool create, bool* direct) override { return files_->Open(path, create, direct); }
+  void Close(int fd) override { files_->Close(fd); }
+  int Sync(int fd) override { return files_->Sync(fd); }
+  int SyncFolder(const std::string& path) override { return files_->SyncFolder(path); }
+  int Reserve(int fd, uint64_t offset, uint64_t bytes) override { return files_->Reserve(fd, offset, bytes); }
+  int Punch(int fd, uint64_t offset, uint64_t bytes) override { return files_->Punch(fd, offset, bytes); }
+  int Unlink(const std::string& path) override { return files_->Unlink(path); }
+  int Replace(const std::string& path, absl::string_view bytes) override { return files_->Replace(path, bytes); }
+
+ private:
+  const std::unique_ptr<DiskFiles> files_ = MakeDiskFiles();
 };
 
 }  // namespace kvmanager::testing
