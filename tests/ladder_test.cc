@@ -189,7 +189,9 @@ TEST_F(LadderTest, ColdPromptsAreLoweredReadAndKept) {
     const size_t page = rows.k.size() / kBlocks;
     for (int block = 1; block < kBlocks; ++block) {
       const Rows got = PageOf(rows, block, page);
-      EXPECT_TRUE(got == Expected(source, block, 0, of[block])) << text << " " << block;
+      const bool is_lower = got == Expected(source, block, 0, 1);
+      // Workers lower blocks that nobody uses at any time, also after the read above. None is ever raised.
+      EXPECT_TRUE(is_lower || (of[block] == 0 && got == Expected(source, block, 0, 0))) << text << " " << block;
     }
   }
   EXPECT_EQ(found, static_cast<int>(rungs.size()));
