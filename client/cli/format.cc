@@ -363,23 +363,24 @@ json ToJson(const std::vector<LimitDescription>& limits) {
   return {{"limits", list}};
 }
 
-json ErrorToJson(const absl::Status& error, absl::string_view address) {
+json ErrorToJson(const absl::Status& error, absl::string_view address, bool reached) {
   const ErrorDetail detail = DetailOf(error);
   json body = {{"code", absl::StatusCodeToString(error.code())}, {"message", Utf8(std::string(error.message()))}};
   if (!detail.field.empty()) body["field"] = Utf8(detail.field);
   if (!detail.value.empty()) body["value"] = Utf8(detail.value);
   if (!detail.bound.empty()) body["bound"] = Utf8(detail.bound);
-  if (const std::string advice = Advice(error, address); !advice.empty()) body["advice"] = Utf8(advice);
+  if (const std::string advice = Advice(error, address, reached); !advice.empty()) body["advice"] = Utf8(advice);
   return {{"error", body}};
 }
 
-std::string Advice(const absl::Status& error, absl::string_view address) {
+std::string Advice(const absl::Status& error, absl::string_view address, bool reached) {
   const bool tls = absl::StartsWith(address, "tls:");
   const std::string at =
       tls ? absl::StrCat("tcp:", address.substr(4), " --tls-cert FILE --tls-key FILE") : std::string(address);
   switch (error.code()) {
     case absl::StatusCode::kUnavailable:
       if (DetailOf(error).field == kUpgradeField) return "";  // it says itself what to start
+      if (reached) return "the daemon was reached before: its log says more, and `kvctl status` whether it serves now.";
       return absl::StrCat(
           "is the daemon running, and listening there? If it has run before, start it with the flags that it had, "
           "--state-dir among them (a service: systemctl start kvmanagerd). Start a new one with\n  kvmanagerd "

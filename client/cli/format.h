@@ -38,12 +38,13 @@ nlohmann::json ToJson(const std::vector<PeerDescription>& peers);
 nlohmann::json ToJson(const std::vector<LimitDescription>& limits);
 
 /// {"error": {"code", "message", "field", "value", "bound", "advice"}}; empty parts are left out.
-nlohmann::json ErrorToJson(const absl::Status& error, absl::string_view address);
+nlohmann::json ErrorToJson(const absl::Status& error, absl::string_view address, bool reached = false);
 
 /// The field of an error of an upgrade whose message says what to do next.
 inline constexpr char kUpgradeField[] = "upgrade";
 
-/// What to do next about `error` of a daemon at `address`; empty if nothing helps but reading it.
-std::string Advice(const absl::Status& error, absl::string_view address);
+/// What to do next about `error` of a daemon at `address`; empty if nothing helps but reading it. reached: a connection
+/// to it was made before.
+std::string Advice(const absl::Status& error, absl::string_view address, bool reached = false);
 
 }  // namespace kvmanager::client::cli

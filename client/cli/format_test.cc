@@ -149,6 +149,8 @@ TEST(Format, ErrorsSayWhatToDoNext) {
   EXPECT_NE(Advice(gone, "unix:/x").find("kvmanagerd --listen unix:/x"), std::string::npos);
   EXPECT_NE(Advice(gone, "unix:/x").find("the flags that it had, --state-dir among them"), std::string::npos);
   EXPECT_EQ(Advice(WithDetail(gone, {.field = kUpgradeField}), "unix:/x"), "") << "it says itself how to start it";
+  EXPECT_EQ(Advice(gone, "unix:/x", /*reached=*/true).find("kvmanagerd --listen"), std::string::npos);
+  EXPECT_NE(Advice(gone, "unix:/x", /*reached=*/true).find("kvctl status"), std::string::npos);
   const auto missing = [](const char* field) { return FieldError(absl::StatusCode::kNotFound, field, "x", "y"); };
   EXPECT_NE(Advice(missing("--cache"), "unix:/x").find("kvctl caches"), std::string::npos);
   EXPECT_EQ(Advice(missing("--tokens"), "unix:/x"), "") << "a file";

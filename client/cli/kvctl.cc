@@ -51,6 +51,7 @@ struct Arguments {
   int64_t deadline_ms = 5000;
   bool json = false;
   bool drain_off = false;
+  bool reached = false;  // the daemon
   std::vector<std::string> peers;
   std::string purge_cache;
   bool purge_all = false;
@@ -65,9 +66,10 @@ struct Arguments {
 };
 
 int Fail(const absl::Status& error, const Arguments& arguments) {
-  if (arguments.json) std::cout << ErrorToJson(error, arguments.connect).dump(2) << "\n";
+  if (arguments.json) std::cout << ErrorToJson(error, arguments.connect, arguments.reached).dump(2) << "\n";
   std::cerr << "kvctl: " << absl::StatusCodeToString(error.code()) << ": " << std::string(error.message()) << "\n";
-  if (const std::string advice = Advice(error, arguments.connect); !advice.empty()) std::cerr << advice << "\n";
+  if (const std::string advice = Advice(error, arguments.connect, arguments.reached); !advice.empty())
+    std::cerr << advice << "\n";
   return ExitCodeOf(error);
 }
 
@@ -445,6 +447,7 @@ int Main(int argc, char** argv) {
                                 .tls_name = arguments.tls_name};
   auto client = Client::Connect(Where(arguments), options);
   if (!client.ok()) return Fail(client.status(), arguments);
+  arguments.reached = true;
   if (recompute_plan->parsed()) {
     const auto measured = FillFromDaemon(**client, cache_id, arguments.plan_peer, &plan_arguments);
     if (!measured.ok()) return Fail(measured.status(), arguments);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -22,6 +23,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kTry{50};
+constexpr double kSupervisorS = 5;  // in which systemd, say, starts again what has ended
 
 double SecondsSince(steady_clock::time_point begin) {
   return std::chrono::duration<double>(steady_clock::now() - begin).count();
@@ -60,6 +62,7 @@ absl::StatusOr<Upgraded> Upgrade(std::unique_ptr<Client> client, const std::stri
   }
   const auto asked = steady_clock::now();
   client.reset();
+  std::optional<steady_clock::time_point> ended;  // the process was seen to have ended
   Upgraded upgraded{.from = before.version};
   options.hello_ms = arguments.wait_s * int64_t{1000};
   for (;;) {
@@ -72,6 +75,13 @@ absl::StatusOr<Upgraded> Upgrade(std::unique_ptr<Client> client, const std::stri
       upgraded.found_blocks =
           static_cast<uint64_t>(std::llround(MetricOf(metrics, "kvmanager_recovered_blocks_total")));
       return upgraded;
+    }
+    if (!now.ok() && !ended.has_value() && command.pid > 0 && !Runs(absl::StrCat("/proc/", command.pid))) {
+      ended = steady_clock::now();
+    }
+    if (ended.has_value() && SecondsSince(*ended) >= kSupervisorS) {
+      return failed(absl::StrCat("the daemon took the new program, which has ended: its log says why (",
+                                 now.status().message(), ")"));
     }
     if (SecondsSince(asked) < arguments.wait_s) {
       std::this_thread::sleep_for(kTry);

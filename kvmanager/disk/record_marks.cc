@@ -134,13 +134,15 @@ absl::StatusOr<RecordMarks> RecordMarks::Read(const std::string& path) {
   if (fd < 0) return errno == ENOENT ? absl::NotFoundError(path + " is missing") : Failed("opening", path, errno);
   struct stat of;
   std::string bytes;
-  ssize_t got = -1;
-  if (fstat(fd, &of) == 0 && S_ISREG(of.st_mode)) {
+  ssize_t got = fstat(fd, &of);
+  const bool is_file = got == 0 && S_ISREG(of.st_mode);
+  if (is_file) {
     bytes.resize(kBytesMax + 1);
     got = read(fd, bytes.data(), bytes.size());
   }
   const int error = errno;
   close(fd);
+  if (got == 0 && !is_file) return absl::DataLossError(path + " is not a file: move it away");
   if (got < 0) return Failed("reading", path, error);
   bytes.resize(static_cast<size_t>(got));
   absl::StatusOr<RecordMarks> marks = Parse(bytes);

@@ -1,6 +1,7 @@
 #include "kvmanager/simulator/replay.h"
 
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <iterator>
 #include <utility>
@@ -351,6 +352,9 @@ absl::Status CheckReplay(const ReplayOptions& options) {
   }
   if (std::find(std::begin(kPolicies), std::end(kPolicies), options.policy) == std::end(kPolicies)) {
     return InvalidField("--policy", options.policy, "lru, s3fifo, cost, arc or optimum");
+  }
+  if (!(options.prefill_tokens_per_s > 0 && std::isfinite(options.prefill_tokens_per_s))) {
+    return InvalidField("--prefill-rate", options.prefill_tokens_per_s, "tokens a second, more than 0");
   }
   if (options.writes_named && options.tiers.size() < 2) {
     return InvalidField("--write-named", "given with one tier", kSecondTier);

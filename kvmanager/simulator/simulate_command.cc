@@ -122,6 +122,9 @@ absl::StatusOr<std::vector<uint64_t>> RungBytes(const SimulateArguments& argumen
     if (bytes == 0) return InvalidField("--rung-bytes", "0", "1 or more");
     rungs.push_back(bytes);
   }
+  if (rungs.size() == 1) {
+    return InvalidField("--rung-bytes", arguments.rung_bytes.front(), "two or more; --block-bytes is of one");
+  }
   if (!rungs.empty()) return rungs;
   CodecRegistry registry;
   RegisterBuiltinCodecs(registry);
