@@ -177,6 +177,9 @@ absl::StatusOr<PageId> SlabAllocator::Allocate(TenantId tenant, size_t bytes, Cl
   if (!is_new) Count(spot, false);  // a new area counts for nothing yet
   const uint32_t slot = area.free_slots.back();
   area.free_slots.pop_back();
+  // A stack that was long is cut when little of it is left: what a slot takes is then its generation alone.
+  const size_t capacity = area.free_slots.capacity();
+  if (capacity > kFreeSlotsKept && area.free_slots.size() <= capacity / 4) area.free_slots.shrink_to_fit();
   area.written = true;
   const uint32_t generation = ++area.generation[slot];
   used_bytes_ += slot_bytes;

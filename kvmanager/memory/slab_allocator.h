@@ -130,6 +130,7 @@ class SlabAllocator {
   friend class SlabRestore;
   using Account = PoolShares::Account;
   static constexpr TenantId kSeveral = UINT32_MAX;  // tenants wrote it
+  static constexpr size_t kFreeSlotsKept = 64;      // of an area: a stack of these is not cut
 
   /// Areas of one tenant and slot size.
   struct Bucket {

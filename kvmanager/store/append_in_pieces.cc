@@ -42,7 +42,7 @@ absl::Status AppendInPieces::Begin() {
     if (entries_[i].position % cache_->page_tokens() == 0) continue;
     Block* const block = sequences_[i]->blocks[entries_[i].position / cache_->page_tokens()];
     pins_.push_back({block, layer});
-    if (entries_[i].x != nullptr && block->OpenActivations(layer) != nullptr) {
+    if (entries_[i].x != nullptr && block->OpenActivations(layer).valid()) {
       pins_.push_back({block, layer, PageKind::kActivations});
     }
   }

@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/eviction/eviction_policy.h"
-#include "kvmanager/store/page_state.h"
+#include "kvmanager/store/block_pages.h"
 
 namespace kvmanager {
 
@@ -30,34 +30,36 @@ struct Block : Evictable {
   boost::intrusive::list_member_hook<Link> in_store;           // BlockIndex
   boost::intrusive::unordered_set_member_hook<Link> in_table;  // PageTable
 
-  std::shared_ptr<Cache> cache;   // shared: a block under a lease outlives the closing of its cache
-  std::vector<Page> pages;        // [layers]
-  std::vector<Page> activations;  // [layers], Free where the engine gave none; empty in a cache without activations
-  uint32_t holders = 0;           // sequences and hand-offs
-  uint32_t other_holders = 0;     // of these, those that are no sequences and no moves (BlockIndex)
-  uint32_t pins = 0;              // of all pages, here and below of both kinds
-  uint32_t jobs = 0;              // encode jobs under way
-  uint32_t live_pages = 0;        // pages that are not Free
-  bool published = false;         // in its cache's table, under `name`
-  bool corrupt = false;           // its bytes changed: never published again
-  bool from_disk = false;         // it came from there, and nobody has taken it since
-  bool is_lowering = false;       // BlockLowering encodes it again
-  bool stays_on_rung = false;     // the codec of the next rung declined it
-  uint64_t recorded = 0;          // Recovery's; 0: it is not recorded
+  std::shared_ptr<Cache> cache;    // shared: a block under a lease outlives the closing of its cache
+  BlockPages all_pages;            // BlockIndex's to change
+  uint32_t holders = 0;            // sequences and hand-offs
+  uint32_t other_holders = 0;      // of these, those that are no sequences and no moves (BlockIndex)
+  uint32_t pins = 0;               // of all pages, here and below of both kinds
+  bool published = false;          // in its cache's table, under `name`
+  bool corrupt = false;            // its bytes changed: never published again
+  bool from_disk = false;          // it came from there, and nobody has taken it since
+  bool is_lowering : 1 = false;    // BlockLowering encodes it again
+  bool stays_on_rung : 1 = false;  // the codec of the next rung declined it
+  uint64_t recorded = 0;           // Recovery's; 0: it is not recorded
   int64_t last_use_ns = 0;
   int64_t verified_ns = 0;  // when its bytes were last compared with their checksums; 0: never
   BlockName name;
   absl::Status arrival;  // an error: its pages that are Receiving will not come, and why
 
-  /// The page of activations that goes on where an append goes on in this page of K and V; nullptr: some token before
-  /// had none.
-  const Page* OpenActivations(uint32_t layer) const {
-    const Page* const page = activations.empty() ? nullptr : &activations[layer];
-    return page != nullptr && page->state == PageState::kFilling ? page : nullptr;
+  BlockPages::View pages() const { return all_pages.keys_values(); }  // [layers]
+  /// [layers], Free where the engine gave none; empty in a cache without activations.
+  BlockPages::View activations() const { return all_pages.activations(); }
+  uint32_t jobs() const { return all_pages.busy(); }  // encode jobs under way
+  /// The slot of the page of activations that goes on where an append goes on in this page of K and V; invalid: some
+  /// token before had none.
+  PageId OpenActivations(uint32_t layer) const {
+    if (activations().empty()) return PageId();
+    const Page page = activations()[layer];
+    return page.state == PageState::kFilling ? page.raw : PageId();
   }
   /// Of its encoded pages: the rung that they are on, all on one (Codec::rung). 0: it has none.
   int rung() const {
-    for (const Page& page : pages) {
+    for (const Page page : pages()) {
       if (page.encoded.valid()) return page.rung;
     }
     return 0;
@@ -68,7 +70,7 @@ struct Block : Evictable {
   bool CanBeLowered(int rungs) const {
     if (stays_on_rung || rung() + 1 >= rungs) return false;
     bool has_encoded = false;
-    for (const Page& page : pages) {
+    for (const Page page : pages()) {
       if (page.state != PageState::kResident) return false;
       has_encoded |= page.encoded.valid();
     }
@@ -80,8 +82,15 @@ struct Block : Evictable {
   }
   /// Every layer's page of K and V is sealed. (Activations are a help: nothing waits for them.)
   bool is_full() const {
-    for (const Page& page : pages) {
+    for (const Page page : pages()) {
       if (!page.is_full()) return false;
+    }
+    return true;
+  }
+  /// Every layer's page of K and V has its last form.
+  bool is_resident() const {
+    for (const Page page : pages()) {
+      if (page.state != PageState::kResident) return false;
     }
     return true;
   }
@@ -92,7 +101,8 @@ struct PageRef {
   Block* block = nullptr;
   uint32_t layer = 0;
   PageKind kind = PageKind::kKeysValues;
-  Page& page() const { return (kind == PageKind::kKeysValues ? block->pages : block->activations)[layer]; }
+  /// As it is now.
+  Page page() const { return (kind == PageKind::kKeysValues ? block->pages() : block->activations())[layer]; }
 };
 
 }  // namespace kvmanager

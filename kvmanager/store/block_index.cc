@@ -17,26 +17,29 @@ Block* BlockIndex::New(const std::shared_ptr<Cache>& cache, uint32_t index) {
   block->index = index;
   block->tokens = static_cast<uint32_t>(cache->page_tokens());
   block->payer = cache->payer;
-  block->pages.resize(cache->layers());
-  if (cache->keeps_activations()) block->activations.resize(cache->layers());
+  block->all_pages = BlockPages(cache->layers(), cache->keeps_activations());
   block->holders = 1;
   blocks_.push_back(*owned.release());
   return block;
 }
 
+Page& BlockIndex::Wake(const PageRef& ref) {
+  BlockPages& pages = ref.block->all_pages;
+  return ref.kind == PageKind::kKeysValues ? pages.WakeKeysValues(ref.layer) : pages.WakeActivations(ref.layer);
+}
+
 void BlockIndex::Apply(PageRef ref, PageEvent event, const PageChange& after) {
   Block& block = *ref.block;
   Cache& cache = *block.cache;
-  Page& page = ref.page();
-  const PageId old_raw = page.raw, old_encoded = page.encoded;
-  const bool was_live = page.state != PageState::kFree, was_resident = page.state == PageState::kResident;
+  Page& page = Wake(ref);
+  const Page before = page;
   const bool activations = ref.kind == PageKind::kActivations;
   const FormBytes slot_bytes = cache.slot_bytes(ref.layer, ref.kind, page.rung);
   const FormBytes bytes_after = cache.slot_bytes(ref.layer, ref.kind, RungAfter(page, event, after));
   uint64_t& raw_bytes = activations ? cache.activation_bytes : cache.raw_bytes;
   uint64_t& encoded_bytes = activations ? cache.activation_bytes : cache.encoded_bytes;
   block.bytes -= slot_bytes.Of(page.raw, page.encoded);
-  const int rung_before = page.encoded.valid() ? page.rung : kNoRung;
+  const int rung_before = before.encoded.valid() ? before.rung : kNoRung;
   if (page.raw.valid()) raw_bytes -= slot_bytes.raw;
   if (page.encoded.valid()) encoded_bytes -= slot_bytes.encoded;
   ApplyTransition(page, event, after, slot_bytes, bytes_after, activations ? *cache.activation_gauges : *cache.gauges);
@@ -44,13 +47,14 @@ void BlockIndex::Apply(PageRef ref, PageEvent event, const PageChange& after) {
   if (page.raw.valid()) raw_bytes += bytes_after.raw;
   if (page.encoded.valid()) encoded_bytes += bytes_after.encoded;
   if (cache.rungs() > 1 && !activations) NoteRungs(rung_before, slot_bytes.encoded, page, bytes_after.encoded);
-  block.live_pages += (page.state != PageState::kFree) - was_live;
+  block.all_pages.NoteChange(before, page);
   // Slots that the page named and names no more, in either form, go back.
-  for (const PageId& slot : {old_raw, old_encoded}) {
+  for (const PageId& slot : {before.raw, before.encoded}) {
     if (slot.valid() && slot != page.raw && slot != page.encoded) cache.tier->Free(slot);
   }
   parts_.metrics->pool_used_bytes.Set(static_cast<double>(parts_.host->pool()->used_bytes()));
-  if (block.published && !was_resident && page.state == PageState::kResident) parts_.after_resident(&block);
+  if (block.published && before.state != PageState::kResident && page.state == PageState::kResident)
+    parts_.after_resident(&block);
 }
 
 void BlockIndex::NoteRungs(int rung_before, uint64_t bytes_before, const Page& page, uint64_t bytes_after) {
@@ -85,32 +89,28 @@ void BlockIndex::NoteUse(Block* block) {
 }
 
 void BlockIndex::DropRawHold(PageRef ref) {
-  KV_CHECK(ref.page().raw_holds > 0);
-  --ref.page().raw_holds;
+  Page& page = Wake(ref);
+  KV_CHECK(page.raw_holds > 0);
+  --page.raw_holds;
   ReleaseRawIfUnused(ref);
 }
 
-void BlockIndex::DropOpenActivations(PageRef keys_values) {
-  const PageRef ref{keys_values.block, keys_values.layer, PageKind::kActivations};
-  if (!ref.block->activations.empty() && ref.page().state == PageState::kFilling) Apply(ref, PageEvent::kFree, {});
-}
-
 void BlockIndex::ReleaseRawIfUnused(PageRef ref) {
-  const Page& page = ref.page();
+  const Page page = ref.page();
   if (page.state != PageState::kResident || page.declined || !page.raw.valid()) return;
   if (page.raw_holds > 0 || page.pins > page.encoded_pins) return;
   Apply(ref, PageEvent::kReleaseRaw, {PageId(), page.encoded, false, page.checksum});
 }
 
 void BlockIndex::Pin(PageRef ref) {
-  ++ref.page().pins;
+  ++Wake(ref).pins;
   ++ref.block->pins;
   MakeUnevictable(ref.block);
 }
 
 void BlockIndex::Unpin(PageRef ref) {
   Block* block = ref.block;
-  Page& page = ref.page();
+  Page& page = Wake(ref);
   KV_CHECK(page.pins > 0);
   --page.pins;
   --block->pins;
@@ -123,18 +123,20 @@ void BlockIndex::Unpin(PageRef ref) {
 }
 
 void BlockIndex::PinEncoded(PageRef ref) {
-  ++ref.page().encoded_pins;
+  ++Wake(ref).encoded_pins;
   Pin(ref);
 }
 
 void BlockIndex::UnpinEncoded(PageRef ref) {
-  KV_CHECK(ref.page().encoded_pins > 0);
-  --ref.page().encoded_pins;
+  Page& page = Wake(ref);
+  KV_CHECK(page.encoded_pins > 0);
+  --page.encoded_pins;
   Unpin(ref);
 }
 
 void BlockIndex::MakeEvictableIfUnused(Block* block) {
-  if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs > 0) return;
+  if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs() > 0) return;
+  block->all_pages.Rest();
   block->cache->tier->AddEvictable(block);
   ShowEvictable();
 }
@@ -174,14 +176,14 @@ void BlockIndex::Unname(Block* block, GoneReason reason, const Cache* taker) {
 void BlockIndex::Dispose(Block* block) {
   // Freeing the last page deletes the block, so count down from what is live now.
   const std::shared_ptr<Cache> cache = block->cache;
-  uint32_t live = block->live_pages;
+  uint32_t live = block->all_pages.live();
   if (live == 0) return DeleteIfEmpty(block);
   const uint32_t layers = cache->layers();
   // From the last layer on: a pool hands out first what was freed last, so the pages of the next block lie in the order
   // of their layers, and a GPU copies them as one piece.
   for (uint32_t at = 0; live > 0; ++at) {
     const PageRef ref{block, layers - 1 - at % layers, at < layers ? PageKind::kKeysValues : PageKind::kActivations};
-    const Page& page = ref.page();
+    const Page page = ref.page();
     if (page.state == PageState::kFree) continue;
     --live;
     if (page.pins > 0 || page.busy) {
@@ -198,14 +200,14 @@ void BlockIndex::FreePage(PageRef ref) {
 }
 
 void BlockIndex::DeleteIfEmpty(Block* block) {
-  if (block->live_pages > 0 || block->holders > 0 || block->published) return;
-  KV_CHECK(block->pins == 0 && block->jobs == 0 && block->bytes == 0 && !block->evictable);
+  if (block->all_pages.live() > 0 || block->holders > 0 || block->published) return;
+  KV_CHECK(block->pins == 0 && block->jobs() == 0 && block->bytes == 0 && !block->evictable);
   blocks_.erase_and_dispose(blocks_.iterator_to(*block), std::default_delete<Block>());
 }
 
 bool BlockIndex::VerifyChecksums(const Block& block) {
-  for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
-    const Page& page = block.pages[layer];
+  for (uint32_t layer = 0; layer < block.pages().size(); ++layer) {
+    const Page page = block.pages()[layer];
     // A page still to be encoded has nothing to compare with yet.
     if (page.state != PageState::kResident) continue;
     const uint64_t checksum = PageChecksum(*block.cache, layer, page);
@@ -233,9 +235,7 @@ Block* BlockIndex::Take(Block* block, Bytes bytes, MissReason* reason) {
 
 void BlockIndex::NoteCompared(Block* block, bool intact) {
   if (intact) {
-    for (const Page& page : block->pages) {
-      if (page.state != PageState::kResident) return;  // it is still to be encoded, and was not compared
-    }
+    if (!block->is_resident()) return;  // some is still to be encoded, and was not compared
     block->verified_ns = std::max<int64_t>(parts_.clock->NowNs(), 1);
     return;
   }
@@ -246,7 +246,7 @@ void BlockIndex::NoteCompared(Block* block, bool intact) {
 }
 
 bool BlockIndex::EndJobIfQuarantined(PageRef ref, bool declined) {
-  const Page& page = ref.page();
+  const Page page = ref.page();
   if (page.state != PageState::kQuarantined) return false;
   Apply(ref, PageEvent::kJobEnded, {page.raw, page.encoded, declined, 0});
   if (page.pins == 0) FreePage(ref);

@@ -58,10 +58,10 @@ class BlockIndex {
   /// Of a lease that reads the encoded form alone, if there is one.
   void PinEncoded(PageRef ref);
   void UnpinEncoded(PageRef ref);
+  /// A sequence has not aged the page: one more, or one less.
+  void HoldRaw(PageRef ref) { ++Wake(ref).raw_holds; }
   void DropRawHold(PageRef ref);
   void ReleaseRawIfUnused(PageRef ref);
-  /// An append continues a page of K and V without activations: those so far are of no use.
-  void DropOpenActivations(PageRef keys_values);
   /// An encode job of the page has ended. True: the page was quarantined meanwhile, and goes.
   bool EndJobIfQuarantined(PageRef ref, bool declined);
   void MakeEvictableIfUnused(Block* block);
@@ -107,6 +107,7 @@ class BlockIndex {
   static constexpr int kNoRung = -1;  // of a page without an encoded form
   /// A page of a ladder may have another encoded form, or none.
   void NoteRungs(int rung_before, uint64_t bytes_before, const Page& page, uint64_t bytes_after);
+  static Page& Wake(const PageRef& ref);  // the page, to be changed
   static bool VerifyChecksums(const Block& block);
   /// A block that was found: held, once its bytes are looked at. nullptr and the reason: it is corrupt, and dropped.
   Block* Take(Block* block, Bytes bytes, MissReason* reason);

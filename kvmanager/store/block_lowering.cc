@@ -44,7 +44,7 @@ bool BlockLowering::Lower(Block* block) {
   job->rung = block->rung();
   SlotCounts wanted;
   for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
-    if (!block->pages[layer].encoded.valid()) continue;
+    if (!block->pages()[layer].encoded.valid()) continue;
     job->pages.push_back({block, layer});
     cache->CountEncodedSlots(layer, 1, &wanted, job->rung + 1);
   }
@@ -54,7 +54,7 @@ bool BlockLowering::Lower(Block* block) {
 
   block->is_lowering = true;
   for (const PageRef& ref : job->pages) {
-    const Page& page = ref.page();
+    const Page page = ref.page();
     job->slots.push_back(slots.TakeEncoded(*cache, ref.layer, job->rung + 1));
     job->slot_bytes += cache->slot_bytes(ref.layer, ref.kind, job->rung + 1).encoded;
     LowerItem item;
@@ -102,7 +102,7 @@ bool BlockLowering::Lower(Block* block) {
 
 bool BlockLowering::CanSettle(const Job& job) const {
   const Block& block = *job.block;
-  if (!block.published || block.holders > 0 || block.jobs > 0 || block.pins != job.pages.size()) return false;
+  if (!block.published || block.holders > 0 || block.jobs() > 0 || block.pins != job.pages.size()) return false;
   return std::none_of(job.items.begin(), job.items.end(), [](const LowerItem& item) { return item.declined; });
 }
 

@@ -17,7 +17,7 @@ struct Sources {
   PageId encoded;
 };
 Sources SourcesOf(const Block& block, uint32_t layer, const MoveForms& forms) {
-  const Page& page = block.pages[layer];
+  const Page page = block.pages()[layer];
   // Its sequence may have filled it since; its raw bytes stay.
   if (block.index >= forms.full_blocks) return {page.raw.valid() ? page.raw : page.encoded, PageId()};
   KV_CHECK(!page.awaits_encoding() && (page.raw.valid() || page.encoded.valid()));
@@ -28,7 +28,7 @@ Sources SourcesOf(const Block& block, uint32_t layer, const MoveForms& forms) {
 }  // namespace
 
 void BlockMoves::CountSlots(const Block& block, const Cache& to, const MoveForms& forms, SlotCounts* wanted) {
-  for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
+  for (uint32_t layer = 0; layer < block.pages().size(); ++layer) {
     const Sources sources = SourcesOf(block, layer, forms);
     wanted->raw += sources.raw.valid();
     if (sources.encoded.valid()) to.CountEncodedSlots(layer, 1, wanted);
@@ -56,7 +56,7 @@ void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr
     pair.first_page = pages.size();
     pair.named = source->published;
     pair.name = source->name;
-    for (uint32_t layer = 0; layer < source->pages.size(); ++layer) {
+    for (uint32_t layer = 0; layer < source->pages().size(); ++layer) {
       const Sources sources = SourcesOf(*source, layer, forms);
       const bool is_open = source->index >= forms.full_blocks;
       MovingPage page;
@@ -70,14 +70,14 @@ void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr
         page.raw = true;
         page.stays = !sources.encoded.valid();
         page.open_tokens = is_open ? forms.open_tokens : 0;
-        page.checksum = page.stays && !is_open ? source->pages[layer].checksum : 0;
+        page.checksum = page.stays && !is_open ? source->pages()[layer].checksum : 0;
         move->bytes += page.bytes;
         pages.push_back(page);
       }
       if (sources.encoded.valid()) {
         reserved.encoded = slots->TakeEncoded(*to, layer);
         page = {page.to, PageData(*from, sources.encoded), PageData(*to, reserved.encoded), to->page_bytes(layer)};
-        page.checksum = source->pages[layer].checksum;
+        page.checksum = source->pages()[layer].checksum;
         move->bytes += page.bytes;
         pages.push_back(page);
       }
@@ -125,7 +125,7 @@ void BlockMoves::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool mo
   if (moved && !refused) {
     for (const MovingPage& moving : pages) {
       if (!moving.stays) continue;
-      const Page& page = moving.to.page();
+      const Page page = moving.to.page();
       if (moving.open_tokens > 0) {
         parts_.blocks->Apply(moving.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
       } else {
@@ -152,7 +152,7 @@ void BlockMoves::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool mo
     }
   }
   parts_.blocks->Release(to);
-  for (uint32_t layer = 0, layers = static_cast<uint32_t>(from->pages.size()); layer < layers; ++layer) {
+  for (uint32_t layer = 0, layers = static_cast<uint32_t>(from->pages().size()); layer < layers; ++layer) {
     if (layer + 1 == layers && move.purged && from->published && from->holders == 0 && from->pins == 1)
       parts_.blocks->Unname(from, GoneReason::kPurged);
     parts_.blocks->Unpin({from, layer});
@@ -182,9 +182,7 @@ bool BlockMoves::Demote(Block* block) {
     }
   }
   tier.SetKept(block, false);
-  for (const Page& page : block->pages) {
-    if (page.state != PageState::kResident) return false;
-  }
+  if (!block->is_resident()) return false;
   const absl::StatusOr<std::shared_ptr<Cache>> to = parts_.caches->OpenCounterpart(*from, *tier.lower());
   if (!to.ok()) return false;
   SlotCounts wanted;

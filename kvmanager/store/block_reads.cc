@@ -62,7 +62,7 @@ class BlockReadsImpl final : public BlockReads {
     reason_ = match.reason;
     checksums_.reserve(pages_.size());
     for (const Block* block : found_) {
-      for (const Page& page : block->pages) checksums_.push_back(page.checksum);
+      for (const Page page : block->pages()) checksums_.push_back(page.checksum);
     }
     index_->CountHits(match, tiers);
   }
@@ -114,8 +114,8 @@ class BlockReadsImpl final : public BlockReads {
  private:
   // Adds the block's pages. False: one is still to be encoded.
   bool List(const Block& block, MissReason* reason) {
-    for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
-      const Page& page = block.pages[layer];
+    for (uint32_t layer = 0; layer < block.pages().size(); ++layer) {
+      const Page page = block.pages()[layer];
       if (page.state != PageState::kResident) {
         *reason = MissReason::kIncomplete;
         return false;

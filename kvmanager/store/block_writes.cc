@@ -205,7 +205,7 @@ absl::StatusOr<size_t> BlockWritesImpl::Commit(absl::Span<const uint64_t> checks
     }
     Block* const block = held_[i];
     for (uint32_t layer = 0; layer < layers(); ++layer) {
-      const Page& page = block->pages[layer];
+      const Page page = block->pages()[layer];
       const uint64_t checksum = checksums[i * layers() + layer];
       if (page.raw.valid()) {
         parts_.blocks->Apply({block, layer}, PageEvent::kReceivedCopy, {page.raw, PageId(), true, checksum});

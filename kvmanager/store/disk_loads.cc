@@ -95,7 +95,7 @@ class DiskLoads::Load final : public DiskLoad {
   }
 
  private:
-  static bool Came(const Block& block) { return block.corrupt || block.pages[0].state != PageState::kReceiving; }
+  static bool Came(const Block& block) { return block.corrupt || block.pages()[0].state != PageState::kReceiving; }
 
   bool Walk() {
     if (host_ == nullptr) {
@@ -274,7 +274,7 @@ void DiskLoads::Land(Block* target, bool read, absl::Span<const MovingPage> page
   const auto refused = std::find_if(pages.begin(), pages.end(), [](const MovingPage& page) { return page.refused; });
   if (read && refused == pages.end()) {
     for (const MovingPage& moving : pages) {
-      const Page& page = moving.to.page();
+      const Page page = moving.to.page();
       parts_.blocks->Apply(moving.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moving.raw, moving.checksum});
     }
     if (!reading.purged && cache.table.FindKey(reading.name.key) == nullptr) {

@@ -13,18 +13,13 @@ namespace {
 
 constexpr int kBlocksAtOnce = 8;
 
-bool IsResident(const Block& block) {
-  return std::all_of(block.pages.begin(), block.pages.end(),
-                     [](const Page& page) { return page.state == PageState::kResident; });
-}
-
 // The disk has blocks as they were encoded first, not those that are lowered, or are about to be.
 bool IsLowered(const Block& block) { return block.is_lowering || block.rung() > 0; }
 
 uint64_t StayingBytes(const Block& block) {
   uint64_t bytes = 0;
-  for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
-    bytes += block.pages[layer].declined ? block.cache->layout(layer).raw_bytes() : block.cache->page_bytes(layer);
+  for (uint32_t layer = 0; layer < block.pages().size(); ++layer) {
+    bytes += block.pages()[layer].declined ? block.cache->layout(layer).raw_bytes() : block.cache->page_bytes(layer);
   }
   return bytes;
 }
@@ -61,8 +56,8 @@ class DiskWrites::Waiting final : public EncodeWaiter {
     writes_->parts_.blocks->NoteHolder(block_);
     writes_->parts_.blocks->Hold(block_);
     std::vector<PageRef> pages;
-    for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
-      if (block->pages[layer].awaits_encoding()) pages.push_back({block, layer});
+    for (uint32_t layer = 0; layer < block->pages().size(); ++layer) {
+      if (block->pages()[layer].awaits_encoding()) pages.push_back({block, layer});
     }
     WaitFor(std::move(pages));
   }
@@ -143,7 +138,7 @@ bool DiskWrites::WriteNext() {
       continue;
     }
     if (!HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return false;
-    if (IsResident(*block)) {
+    if (block->is_resident()) {
       PopNamed();
       Start(block, /*demotes=*/false);
       continue;
@@ -174,7 +169,7 @@ bool DiskWrites::Demote(Block* block) {
     return false;
   }
   const uint64_t bytes = StayingBytes(*block);
-  if (!IsResident(*block) || !MayFit(bytes) || !HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return false;
+  if (!block->is_resident() || !MayFit(bytes) || !HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return false;
   Start(block, /*demotes=*/true);
   return true;
 }
@@ -188,8 +183,8 @@ void DiskWrites::Start(Block* block, bool demotes) {
   record.tokens = block->tokens;
   std::vector<const uint8_t*> sources;
   uint64_t bytes = 0;
-  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
-    const Page& page = block->pages[layer];
+  for (uint32_t layer = 0; layer < block->pages().size(); ++layer) {
+    const Page page = block->pages()[layer];
     const uint64_t page_bytes = page.declined ? cache->layout(layer).raw_bytes() : cache->page_bytes(layer);
     record.pages.push_back({static_cast<uint32_t>(page_bytes), page.declined, page.checksum});
     sources.push_back(PageData(*cache, page.declined ? page.raw : page.encoded));

@@ -42,9 +42,8 @@ void EncodeJobs::Post(const std::shared_ptr<Cache>& cache, std::vector<PageRef> 
   std::vector<EncodeItem> items;
   items.reserve(pages.size());
   for (const PageRef& ref : pages) {
-    const Page& page = ref.page();
+    const Page page = ref.page();
     parts_.blocks->Apply(ref, PageEvent::kEncode, {page.raw, page.encoded, false, 0});
-    ++ref.block->jobs;
     EncodeItem item;
     item.raw = PageData(*cache, page.raw);
     item.encoded = PageData(*cache, page.encoded);
@@ -67,9 +66,8 @@ void EncodeJobs::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const E
   for (size_t i = 0; i < pages.size(); ++i) {
     const PageRef ref = pages[i];
     Block* block = ref.block;
-    const Page& page = ref.page();
+    const Page page = ref.page();
     const bool declined = items[i].declined;
-    --block->jobs;
     if (declined) {
       (items[i].is_sink ? parts_.metrics->sink_pages : parts_.metrics->declined_pages).Increment();
     } else {
@@ -97,7 +95,7 @@ void EncodeJobs::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const E
 
 void EncodeJobs::Sample(const PageRef& ref) {
   const std::shared_ptr<Cache> cache = ref.block->cache;
-  const Page& page = ref.page();
+  const Page page = ref.page();
   parts_.blocks->Pin(ref);
   ++cache->leases;
   PageSample sample{cache->id, cache->digest, ref.layer, cache->codec};

@@ -88,7 +88,7 @@ class EncodeJobs {
   /// Whether the page's bytes are still to come: from the codec, or from elsewhere. What will not arrive is not waited
   /// for.
   static bool Awaits(const PageRef& ref) {
-    const Page& page = ref.page();
+    const Page page = ref.page();
     return page.awaits_encoding() || (page.state == PageState::kReceiving && !ref.block->corrupt);
   }
   void Add(EncodeWaiter* waiter) { waiting_.push_back(waiter); }

@@ -26,7 +26,7 @@ bool ExportHolds::GiveBackSome(BlockIndex* from, size_t pages_max) {
   while (left > 0 && !blocks.empty()) {
     Block* const block = blocks.back();
     blocks.pop_back();
-    left -= std::min<size_t>(left, block->pages.size());
+    left -= std::min<size_t>(left, block->pages().size());
     from->ForgetHolder(block);
     from->Release(block);
   }

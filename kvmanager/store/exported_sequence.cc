@@ -102,7 +102,7 @@ void ExportedSequence::ListSome(const Sequence& sequence) {
 void ExportedSequence::ListPage(const Sequence& sequence, uint32_t block, uint32_t layer) {
   const size_t at = holds_.pages.size();
   const bool full = sequence.tokens[layer] >= (uint64_t{block} + 1) * cache_->page_tokens();
-  const bool declined = full && sequence.blocks[block]->pages[layer].declined;
+  const bool declined = full && sequence.blocks[block]->pages()[layer].declined;
   const bool keeps_raw = cache_->keeps_raw(block, layer);
   holds_.pages.push_back({nullptr, layer});
   if (keeps_raw ? options_.kept_raw == KeptRaw::kWithTrailer : declined) {  // it travels raw
@@ -121,7 +121,7 @@ void ExportedSequence::ListPage(const Sequence& sequence, uint32_t block, uint32
 
 // Those that are there, of pages of the header.
 void ExportedSequence::ListActivations(Block* block, uint32_t layer) {
-  if (block->activations.empty()) return;
+  if (block->activations().empty()) return;
   const PageRef ref{block, layer, PageKind::kActivations};
   if (ref.page().state != PageState::kResident) return;
   parts().blocks->Pin(ref);
@@ -154,7 +154,7 @@ void ExportedSequence::Offer(uint32_t number, const PageRef& ref) {
     ++kept_[ref.layer];
     return;
   }
-  const Page& page = ref.page();
+  const Page page = ref.page();
   const PageId slot = page.declined ? page.raw : page.encoded;
   const absl::Span<const uint8_t> bytes(PageData(*cache_, slot), header_.pages[number].bytes);
   // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed since.
@@ -300,7 +300,7 @@ bool ExportedSequence::CopyOpenPages() {
   for (size_t bytes = 0; copied_ < cache_->layers(); bytes += cache_->layout(copied_++).raw_bytes()) {
     if (bytes >= SequenceExports::kBytesAtOnce) return true;
     const PageRef& open = holds_.open[copied_];
-    const PageId slot = copy_->pages[copied_].raw;
+    const PageId slot = copy_->pages()[copied_].raw;
     std::vector<OpenCopy> later;
     cache_->tier->memory().CopyOpen(*cache_, copied_, open.page(), slot, open_tokens(), &later);
     if (later.empty()) ZeroRawTail(cache_->layout(copied_), PageData(*cache_, slot), open_tokens());
@@ -363,7 +363,7 @@ bool ExportedSequence::MakeTrailer() {
 }
 
 size_t ExportedSequence::AddLast(const PageRef& ref, uint32_t block) {
-  const Page& page = ref.page();
+  const Page page = ref.page();
   const absl::Span<const uint8_t> bytes(RawPageData(*cache_, page), cache_->layout(ref.layer).raw_bytes());
   KV_CHECK(bytes.data() != nullptr);
   const bool kept = page.state == PageState::kResident && page.declined && block < full_blocks_;

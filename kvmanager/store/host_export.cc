@@ -237,7 +237,7 @@ void HostExport::Land(absl::Span<const uint32_t> numbers, absl::Span<const Movin
                                                    " was not copied to the host: its bytes are none that a page may "
                                                    "have")));
     }
-    const Page& page = moved.to.page();
+    const Page page = moved.to.page();
     if (moved.open_tokens > 0) {
       parts().blocks->Apply(moved.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
     } else {

@@ -131,9 +131,8 @@ class HostMemory final : public MemoryBackend {
           if (entry.x != nullptr) activations = append.slots.activations.ids[next_activation++];
         } else {
           const Block& block = *append.sequences[i]->blocks[position / page_tokens];
-          write.page = pool.Data(block.pages[layer].raw);
-          const Page* const open = entry.x == nullptr ? nullptr : block.OpenActivations(layer);
-          if (open != nullptr) activations = open->raw;
+          write.page = pool.Data(block.pages()[layer].raw);
+          if (entry.x != nullptr) activations = block.OpenActivations(layer);
         }
         write.activations = activations.valid() ? pool.Data(activations) : nullptr;
         KV_RETURN_IF_ERROR(each(write));

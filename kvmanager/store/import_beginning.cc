@@ -128,7 +128,7 @@ bool ImportBeginning::SettleFound() {
 bool ImportBeginning::CanShare(const Block& block) const {
   for (uint32_t layer = 0; layer < cache().layers(); ++layer) {
     if (!in_->hidden->HoldsRaw(block.index, layer)) continue;
-    if (RawPageData(cache(), block.pages[layer]) == nullptr) return false;
+    if (RawPageData(cache(), block.pages()[layer]) == nullptr) return false;
   }
   return true;
 }
@@ -298,7 +298,7 @@ void ImportBeginning::FindTargetsSome() {
       in_->unwanted.push_back(number);
       continue;
     }
-    const Page& into = recomputed ? block->activations[page.layer] : block->pages[page.layer];
+    const Page into = recomputed ? block->activations()[page.layer] : block->pages()[page.layer];
     const PageId slot = form == ArrivalForm::kKeptRaw ? into.raw : into.encoded;
     in_->targets.back() = absl::Span<uint8_t>(PageData(cache(), slot), page.bytes);
   }

@@ -131,7 +131,7 @@ void ImportLeaseImpl::FindTargetsSome() {
       in_->unwanted.push_back(static_cast<uint32_t>(header().size() + at_));
       continue;
     }
-    const Page& into = block->pages[page.layer];
+    const Page into = block->pages()[page.layer];
     last_targets_.back() =
         absl::Span<uint8_t>(PageData(cache_, into.raw.valid() ? into.raw : into.encoded), page.bytes);
   }
@@ -164,7 +164,7 @@ absl::StatusOr<uint64_t> ImportLeaseImpl::Look(uint32_t number, absl::Span<const
 }
 
 void ImportLeaseImpl::ShowFull(PageRef ref, uint64_t checksum, std::vector<PageRef>* to_encode) {
-  const Page& page = ref.page();
+  const Page page = ref.page();
   if (!page.raw.valid()) {
     parts_.blocks->Apply(ref, PageEvent::kReceivedEncoded, {page.raw, page.encoded, false, checksum});
   } else if (page.encoded.valid()) {
@@ -190,7 +190,7 @@ absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
     --(arrived.page < header().size() ? in_->awaited_first : awaited_last_);
     const HandOffPage& received = page_of(arrived.page);
     const PageRef ref{in_->new_blocks[received.block].block, received.layer};
-    const Page& page = ref.page();
+    const Page page = ref.page();
     if (in_->is_activations(arrived.page)) {
       const PageRef activations{ref.block, ref.layer, PageKind::kActivations};
       const PageId slot = activations.page().encoded;

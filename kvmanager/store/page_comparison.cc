@@ -8,8 +8,8 @@ namespace kvmanager {
 void PageComparison::Add(Block* block) {
   blocks_.push_back({block, false});
   const Cache& cache = *block->cache;
-  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
-    const Page& page = block->pages[layer];
+  for (uint32_t layer = 0; layer < block->pages().size(); ++layer) {
+    const Page page = block->pages()[layer];
     if (page.state != PageState::kResident) {
       blocks_.back().partial = true;
       continue;

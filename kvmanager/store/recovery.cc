@@ -97,18 +97,16 @@ void Recovery::Recover() {
 
 void Recovery::Record(Block* block) {
   if (parts_.manifest == nullptr || block->recorded != 0 || block->cache->tier != parts_.host) return;
+  if (!block->is_resident()) return;
   KeptBlock record;
-  for (const Page& page : block->pages) {
-    if (page.state != PageState::kResident) return;
-  }
   const Cache& cache = *block->cache;
   record.cache = cache.digest;
   record.name = block->name;
   record.index = block->index;
   record.tokens = block->tokens;
   record.tenant = cache.config.tenant;
-  record.pages.reserve(block->pages.size());
-  for (const Page& page : block->pages) {
+  record.pages.reserve(block->pages().size());
+  for (const Page page : block->pages()) {
     record.pages.push_back(
         {parts_.pool->SlotPlaceOf(page.declined ? page.raw : page.encoded), page.declined, page.checksum, page.rung});
   }
@@ -319,9 +317,9 @@ void Recovery::CheckInvariants() const {
     const KeptBlock record = parts_.manifest->Read(block.recorded);
     KV_CHECK(block.published && block.cache->tier == parts_.host && record.cache == block.cache->digest);
     KV_CHECK(record.name.key == block.name.key && record.name.tokens == block.name.tokens);
-    KV_CHECK(record.index == block.index && record.pages.size() == block.pages.size());
-    for (size_t layer = 0; layer < block.pages.size(); ++layer) {
-      const Page& page = block.pages[layer];
+    KV_CHECK(record.index == block.index && record.pages.size() == block.pages().size());
+    for (size_t layer = 0; layer < block.pages().size(); ++layer) {
+      const Page page = block.pages()[layer];
       const KeptPage& kept = record.pages[layer];
       KV_CHECK(kept.raw == page.declined && kept.checksum == page.checksum && kept.rung == page.rung);
       KV_CHECK(kept.place == parts_.pool->SlotPlaceOf(page.declined ? page.raw : page.encoded));

@@ -93,16 +93,16 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   };
 
   void Pin(Block* block) {
-    for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
-      if (block->pages[layer].state != PageState::kFree) parts_.blocks->Pin({block, layer});
+    for (uint32_t layer = 0; layer < block->pages().size(); ++layer) {
+      if (block->pages()[layer].state != PageState::kFree) parts_.blocks->Pin({block, layer});
     }
   }
   void Unpin(Block* block) {
     // The last unpinning may delete the block.
     uint32_t pinned = 0;
-    for (const Page& page : block->pages) pinned += page.state != PageState::kFree;
+    for (const Page page : block->pages()) pinned += page.state != PageState::kFree;
     for (uint32_t layer = 0; pinned > 0; ++layer) {
-      if (block->pages[layer].state == PageState::kFree) continue;
+      if (block->pages()[layer].state == PageState::kFree) continue;
       --pinned;
       parts_.blocks->Unpin({block, layer});
     }
@@ -123,8 +123,8 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   void AwaitEncoding() {
     std::vector<PageRef> pending;
     for (const Source& source : sources_) {
-      for (uint32_t layer = 0; !source.here && layer < source.block->pages.size(); ++layer) {
-        if (source.block->pages[layer].awaits_encoding()) pending.push_back({source.block, layer});
+      for (uint32_t layer = 0; !source.here && layer < source.block->pages().size(); ++layer) {
+        if (source.block->pages()[layer].awaits_encoding()) pending.push_back({source.block, layer});
       }
     }
     encoded_.Start(std::move(pending), [this] { GoOn(); });
@@ -136,8 +136,8 @@ class ArrivalLeaseImpl final : public ArrivalLease {
     if (!status_.ok()) return End();
     std::vector<PageRef> arriving;
     for (Block* block : sequence_->blocks) {
-      for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
-        if (block->pages[layer].state == PageState::kReceiving) arriving.push_back({block, layer});
+      for (uint32_t layer = 0; layer < block->pages().size(); ++layer) {
+        if (block->pages()[layer].state == PageState::kReceiving) arriving.push_back({block, layer});
       }
     }
     arrived_.Start(std::move(arriving), [this] { End(); });
@@ -183,7 +183,7 @@ Block* ArrivalLeaseImpl::FindEqual(const Block& block) {
   Block* const equal = parts_.blocks->Find(*to_, block.name, block.index, BlockIndex::Bytes::kVerify, &reason);
   if (equal == nullptr) return nullptr;
   for (uint32_t layer = 0; layer < to_->layers(); ++layer) {
-    const Page& page = equal->pages[layer];
+    const Page page = equal->pages()[layer];
     if (!sequence_->HoldsRaw(block.index, layer) || page.raw.valid() || (to_->identity() && page.encoded.valid())) {
       continue;
     }

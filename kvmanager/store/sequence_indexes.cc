@@ -185,7 +185,7 @@ void SequenceIndexes::AddChanges(const Sequence& sequence, uint32_t layer, Seque
     if (memory == nullptr) continue;
     PagePlace change{place, PageId(), memory->slot};
     if (place < sequence.blocks.size()) {
-      const Page& page = sequence.blocks[place]->pages[layer];
+      const Page page = sequence.blocks[place]->pages()[layer];
       change.raw = page.raw.valid() ? page.raw : page.encoded;
     }
     changes->push_back(change);

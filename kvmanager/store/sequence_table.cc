@@ -87,9 +87,9 @@ void SequenceTable::Attach(Sequence& sequence, Block* block) {
   KV_CHECK(block->holders > 0 && !block->evictable);
   sequence.blocks.push_back(block);
   const bool notes_changes = sequence.has_keepers();  // of a new sequence, with very many pages, nobody
-  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
-    if (sequence.HoldsRaw(index, layer)) ++block->pages[layer].raw_holds;
-    if (notes_changes && block->pages[layer].state != PageState::kFree) sequence.NoteChange(layer, index);
+  for (uint32_t layer = 0; layer < block->pages().size(); ++layer) {
+    if (sequence.HoldsRaw(index, layer)) parts_.blocks->HoldRaw({block, layer});
+    if (notes_changes && block->pages()[layer].state != PageState::kFree) sequence.NoteChange(layer, index);
   }
   if (block->published) sequence.cache->tier->eviction().Found(&sequence.run, block);
 }
@@ -101,7 +101,7 @@ void SequenceTable::DetachLast(Sequence& sequence) {
 }
 
 void SequenceTable::GiveBack(Block* block, absl::Span<const uint32_t> aged, const EvictionRun& run) {
-  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+  for (uint32_t layer = 0; layer < block->pages().size(); ++layer) {
     if (block->index >= aged[layer]) parts_.blocks->DropRawHold({block, layer});
   }
   parts_.blocks->Release(block, &run);
@@ -251,7 +251,7 @@ absl::Status SequenceTable::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
     Block* block = sequence->blocks[index];
     bool all_filling = true;
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
-      all_filling &= block->pages[layer].state == PageState::kFilling;
+      all_filling &= block->pages()[layer].state == PageState::kFilling;
       // By age, not by what happens to be left: the answer must not depend on when encoding ended.
       const bool aged = !sequence->HoldsRaw(index, layer) || index < aged_by_newest(layer);
       if (aged && !cache->identity()) {
@@ -302,7 +302,7 @@ absl::StatusOr<Block*> SequenceTable::CopyOpenBlock(const Sequence& sequence, ui
   Block* const copy = parts_.blocks->New(cache, index);
   for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
     const PageId slot = slots.TakeRaw();
-    cache->tier->memory().CopyOpen(*cache, layer, sequence.blocks[index]->pages[layer], slot, tokens, copies);
+    cache->tier->memory().CopyOpen(*cache, layer, sequence.blocks[index]->pages()[layer], slot, tokens, copies);
     parts_.blocks->Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
   }
   return copy;

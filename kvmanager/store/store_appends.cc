@@ -148,7 +148,8 @@ uint64_t StoreAppends::CommitPage(const Written& written, uint32_t i, uint64_t p
   if (opens) parts_.blocks->Apply(ref, PageEvent::kOpen, {written.slots->TakeRaw(), PageId()});
   const PageRef activations{ref.block, layer, PageKind::kActivations};
   if (entry.x == nullptr) {
-    parts_.blocks->DropOpenActivations(ref);
+    // Those of the page's first tokens are of no use without the others.
+    if (ref.block->OpenActivations(layer).valid()) parts_.blocks->Apply(activations, PageEvent::kFree, {});
   } else if (opens) {
     parts_.blocks->Apply(activations, PageEvent::kOpen, {written.slots->TakeActivations(), PageId()});
   }
@@ -157,9 +158,9 @@ uint64_t StoreAppends::CommitPage(const Written& written, uint32_t i, uint64_t p
   if (opens || seals) sequence.NoteChange(layer, index);
   sequence.tokens[layer] = position;
   if (!seals) return position;
-  if (const Page* const full = ref.block->OpenActivations(layer)) {
-    if (sums.activations == 0) sums.activations = Checksum(PageData(cache, full->raw), cache.activation_page_bytes());
-    parts_.blocks->Apply(activations, PageEvent::kSealIdentity, {PageId(), full->raw, false, sums.activations});
+  if (const PageId full = ref.block->OpenActivations(layer); full.valid()) {
+    if (sums.activations == 0) sums.activations = Checksum(PageData(cache, full), cache.activation_page_bytes());
+    parts_.blocks->Apply(activations, PageEvent::kSealIdentity, {PageId(), full, false, sums.activations});
   }
   const PageId raw = ref.page().raw;
   if (cache.identity()) {

@@ -150,7 +150,7 @@ void StoreInspector::CheckInvariants() const {
   const auto& sequences = parts_.sequences->all();
   for (const auto& tier : *parts_.tiers) tier->pool()->CheckInvariants();
   absl::flat_hash_map<const Block*, uint32_t> holders;
-  absl::flat_hash_map<const Page*, uint32_t> raw_holds;
+  absl::flat_hash_map<std::pair<const Block*, uint32_t>, uint32_t> raw_holds;  // and layer
   absl::flat_hash_map<const Cache*, uint64_t> sequences_of;
   const auto check_sequence = [&](const Sequence& sequence, bool visible) {
     const Cache& cache = *sequence.cache;
@@ -162,8 +162,8 @@ void StoreInspector::CheckInvariants() const {
       ++holders[block];
       bool full = true;
       for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
-        const Page& page = block->pages[layer];
-        if (sequence.HoldsRaw(i, layer)) ++raw_holds[&page];
+        const Page page = block->pages()[layer];
+        if (sequence.HoldsRaw(i, layer)) ++raw_holds[{block, layer}];
         const uint64_t begin = uint64_t{i} * cache.page_tokens();
         full &= page.is_full() || page.state == PageState::kReceiving;
         if (!visible) continue;
@@ -176,7 +176,7 @@ void StoreInspector::CheckInvariants() const {
           // What is recomputed needs its raw form for the codec; what the codec keeps raw has no other.
           const bool arrives =
               page.state == PageState::kReceiving &&
-              (!page.raw.valid() || cache.keeps_raw(i, layer) || block->activations[layer].state != PageState::kFree);
+              (!page.raw.valid() || cache.keeps_raw(i, layer) || block->activations()[layer].state != PageState::kFree);
           KV_CHECK(page.is_full() || (to_come && arrives));
         }
       }
@@ -195,7 +195,7 @@ void StoreInspector::CheckInvariants() const {
       KV_CHECK(blocks.contains(block) && block->cache == left.cache);
       ++holders[block];
       for (uint32_t layer = 0; layer < left.cache->layers(); ++layer) {
-        if (block->index >= left.aged[layer]) ++raw_holds[&block->pages[layer]];
+        if (block->index >= left.aged[layer]) ++raw_holds[{block, layer}];
       }
     }
   }
@@ -219,7 +219,7 @@ void StoreInspector::CheckInvariants() const {
     for (const BlockMove::Pair& pair : move->blocks) {
       KV_CHECK(blocks.contains(pair.from) && blocks.contains(pair.to) && pair.from->pins > 0);
       ++holders[pair.to];
-      for (const Page& page : pair.to->pages) KV_CHECK(page.state == PageState::kReceiving);
+      for (const Page page : pair.to->pages()) KV_CHECK(page.state == PageState::kReceiving);
       if (!pair.arriving) continue;
       KV_CHECK(move->to->arriving.at(pair.name.key) == pair.to);
       ++arriving[move->to.get()];
@@ -248,17 +248,17 @@ void StoreInspector::CheckInvariants() const {
     TierSums& tier = tiers[cache.tier];
     uint32_t pins = 0, jobs = 0, live_pages = 0;
     uint64_t bytes = 0;
-    KV_CHECK(block.pages.size() == cache.layers());
-    KV_CHECK(block.activations.size() == (cache.keeps_activations() ? cache.layers() : 0));
-    for (uint32_t at = 0; at < block.pages.size() + block.activations.size(); ++at) {
+    KV_CHECK(block.pages().size() == cache.layers());
+    KV_CHECK(block.activations().size() == (cache.keeps_activations() ? cache.layers() : 0));
+    for (uint32_t at = 0; at < block.pages().size() + block.activations().size(); ++at) {
       const uint32_t layer = at % cache.layers();
       const bool activations = at >= cache.layers();
       const PageKind kind = activations ? PageKind::kActivations : PageKind::kKeysValues;
-      const Page& page = activations ? block.activations[layer] : block.pages[layer];
+      const Page page = activations ? block.activations()[layer] : block.pages()[layer];
       const FormBytes slot_bytes = cache.slot_bytes(layer, kind, page.rung);
       CheckPage(block, page, activations || cache.identity());
-      if (activations) CheckActivations(block.pages[layer], page);
-      const auto held = raw_holds.find(&page);
+      if (activations) CheckActivations(block.pages()[layer], page);
+      const auto held = activations ? raw_holds.end() : raw_holds.find({&block, layer});
       KV_CHECK(page.raw_holds == (held == raw_holds.end() ? 0 : held->second));
       CheckSlot(*cache.tier->pool(), page.raw, slot_bytes.raw, &tier.slots);
       CheckSlot(*cache.tier->pool(), page.encoded, slot_bytes.encoded, &tier.slots);
@@ -279,18 +279,23 @@ void StoreInspector::CheckInvariants() const {
       (activations ? of.activations : of.raw) += page.raw.valid() ? slot_bytes.raw : 0;
       (activations ? of.activations : of.encoded) += page.encoded.valid() ? slot_bytes.encoded : 0;
     }
-    KV_CHECK(block.pins == pins && block.jobs == jobs && block.live_pages == live_pages && block.bytes == bytes);
+    KV_CHECK(block.pins == pins && block.jobs() == jobs && block.all_pages.live() == live_pages &&
+             block.bytes == bytes);
     const auto holding = holders.find(&block);
     KV_CHECK(block.holders == (holding == holders.end() ? 0 : holding->second));
     KV_CHECK(live_pages > 0);
-    KV_CHECK(block.evictable == (block.published && block.holders == 0 && block.pins == 0 && block.jobs == 0));
+    KV_CHECK(block.evictable == (block.published && block.holders == 0 && block.pins == 0 && block.jobs() == 0));
     if (block.published) {
       ++named[&cache];
       KV_CHECK(cache.table.FindKey(block.name.key) == &block && block.is_full() && !block.corrupt);
     }
-    for (const Page& page : block.pages) KV_CHECK(page.encoded.valid() ? page.rung == block.rung() : page.rung == 0);
+    for (const Page page : block.pages()) KV_CHECK(page.encoded.valid() ? page.rung == block.rung() : page.rung == 0);
     KV_CHECK(block.rung() < cache.rungs());
     if (block.evictable) {
+      bool may_rest = true;
+      for (const Page page : block.pages()) may_rest &= BlockPages::MayRest(page, /*activations=*/false);
+      for (const Page page : block.activations()) may_rest &= BlockPages::MayRest(page, /*activations=*/true);
+      KV_CHECK(block.all_pages.at_rest() == may_rest);
       tier.evictable_bytes += bytes;
       KV_CHECK(block.can_lower == BlockLowering::CanLower(block, parts_.disk != nullptr));
     }

@@ -176,7 +176,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       status_.Update(ref.block->arrival);
       return;
     }
-    const Page& page = ref.page();
+    const Page page = ref.page();
     if (page.declined) {
       out->raw = PageData(*cache_, page.raw);
     } else {

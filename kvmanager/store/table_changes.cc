@@ -11,7 +11,7 @@ absl::Status TableChanges::TakeChanges(SequenceId id, int layer, std::vector<Pag
   KV_ASSIGN_OR_RETURN(Sequence * sequence, parts_.sequences->Find(id));
   KV_CHECK(layer >= 0 && static_cast<uint32_t>(layer) < sequence->cache->layers());
   const auto add = [&](uint32_t index) {
-    const Page& page = sequence->blocks[index]->pages[layer];
+    const Page page = sequence->blocks[index]->pages()[layer];
     if (page.state == PageState::kFree) return;
     // Of an identity codec the raw form is the one there is.
     if (sequence->cache->identity()) {

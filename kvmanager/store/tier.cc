@@ -198,11 +198,9 @@ void Tier::SetKept(Block* block, bool kept) {
 }
 
 void Tier::SetReclaimable(const Block& block, bool reclaimable) {
-  for (const auto* pages : {&block.pages, &block.activations}) {
-    for (const Page& page : *pages) {
-      for (const PageId slot : {page.raw, page.encoded}) {
-        if (slot.valid()) pool_->SetReclaimable(slot, reclaimable);
-      }
+  for (const Page page : block.all_pages.all()) {
+    for (const PageId slot : {page.raw, page.encoded}) {
+      if (slot.valid()) pool_->SetReclaimable(slot, reclaimable);
     }
   }
 }
