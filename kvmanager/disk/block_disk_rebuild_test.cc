@@ -180,6 +180,28 @@ TEST_F(BlockDiskRebuildTest, AMissingIndexIsMadeAnew) {
   EXPECT_EQ(disk.metrics().errors("index").Value(), 0.0);
 }
 
+// As after a kill: nothing is sealed.
+TEST_F(BlockDiskRebuildTest, AMissingLogLosesNothing) {
+  const std::vector<TestBlock> blocks = Blocks(1, 0, 30);
+  {
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    ASSERT_NO_FATAL_FAILURE(Write(&disk, blocks));
+  }
+  ASSERT_TRUE(fs::remove(options_.directory + "/sealed"));
+  std::vector<fs::path> logs;
+  for (const auto& entry : fs::directory_iterator(options_.directory + "/index")) {
+    if (entry.path().extension() == ".log") logs.push_back(entry.path());
+  }
+  ASSERT_FALSE(logs.empty());
+  for (const fs::path& log : logs) fs::remove(log);
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.status().ok()) << disk.status();
+  EXPECT_STREQ(disk->state(), "making its index anew from its records");
+  ASSERT_TRUE(disk.Load());
+  EXPECT_NO_FATAL_FAILURE(ExpectAll(&disk, blocks));
+}
+
 // Several lives, so that the index has tables and a log. A damage that RocksDB finds only while it reads costs a start.
 TEST_F(BlockDiskRebuildTest, DamageOfEachKindOfFileLosesNothing) {
   const uint64_t seed = std::random_device()();

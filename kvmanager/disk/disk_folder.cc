@@ -144,6 +144,15 @@ bool DiskFolder::has_segments() const {
 
 bool DiskFolder::has_index() const { return access((index() + "/CURRENT").c_str(), F_OK) == 0; }
 
+bool DiskFolder::has_index_log() const {
+  std::error_code error;
+  std::filesystem::directory_iterator it(index(), error), end;
+  for (; !error && it != end; it.increment(error)) {
+    if (it->path().extension() == ".log") return true;
+  }
+  return false;
+}
+
 absl::Status DiskFolder::MarkDamaged(absl::string_view why) const {
   const std::string path = folder_.path() + "/damaged";
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -267,6 +276,9 @@ absl::StatusOr<std::unique_ptr<IndexDb>> OpenAsItIs(const DiskFolder& folder, ro
   KV_RETURN_IF_ERROR(CheckIndexSeal(folder.sealed(), folder.index()));
   const absl::Status missing = absl::DataLossError(absl::StrCat(folder.index(), " is missing, or has nothing in it"));
   if (!folder.has_index() && folder.has_segments()) return missing;
+  if (folder.has_segments() && !folder.has_index_log()) {
+    return absl::DataLossError(absl::StrCat(folder.index(), " has no log (*.log) of what was written last"));
+  }
   KV_RETURN_IF_ERROR(folder.RemoveSealed());  // before the index changes
   KV_ASSIGN_OR_RETURN(std::unique_ptr<IndexDb> db, IndexDb::Open(folder.index(), index_files));
   if (db->is_new() && folder.has_segments()) return missing;

@@ -45,6 +45,8 @@ class DiskFolder {
   bool has_segments() const;
   /// RocksDB would not begin a new one.
   bool has_index() const;
+  /// RocksDB has one from the first opening on, and would take it for one that is not needed any more.
+  bool has_index_log() const;
   absl::Status MarkDamaged(absl::string_view why) const;
   /// Takes that back: the index is whole.
   absl::Status ClearDamaged() const;
