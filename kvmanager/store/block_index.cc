@@ -34,26 +34,27 @@ void BlockIndex::Apply(PageRef ref, PageEvent event, const PageChange& after) {
   Page& page = Wake(ref);
   const Page before = page;
   const bool activations = ref.kind == PageKind::kActivations;
-  const FormBytes slot_bytes = cache.slot_bytes(ref.layer, ref.kind, page.rung);
-  const FormBytes bytes_after = cache.slot_bytes(ref.layer, ref.kind, RungAfter(page, event, after));
+  const FormBytes slot_bytes = cache.slot_bytes(ref.layer, ref.kind, before.rung);
+  const FormBytes bytes_after = cache.slot_bytes(ref.layer, ref.kind, RungAfter(before, event, after));
   uint64_t& raw_bytes = activations ? cache.activation_bytes : cache.raw_bytes;
   uint64_t& encoded_bytes = activations ? cache.activation_bytes : cache.encoded_bytes;
-  block.bytes -= slot_bytes.Of(page.raw, page.encoded);
+  block.bytes -= slot_bytes.Of(before.raw, before.encoded);
   const int rung_before = before.encoded.valid() ? before.rung : kNoRung;
-  if (page.raw.valid()) raw_bytes -= slot_bytes.raw;
-  if (page.encoded.valid()) encoded_bytes -= slot_bytes.encoded;
+  if (before.raw.valid()) raw_bytes -= slot_bytes.raw;
+  if (before.encoded.valid()) encoded_bytes -= slot_bytes.encoded;
   ApplyTransition(page, event, after, slot_bytes, bytes_after, activations ? *cache.activation_gauges : *cache.gauges);
-  block.bytes += bytes_after.Of(page.raw, page.encoded);
-  if (page.raw.valid()) raw_bytes += bytes_after.raw;
-  if (page.encoded.valid()) encoded_bytes += bytes_after.encoded;
-  if (cache.rungs() > 1 && !activations) NoteRungs(rung_before, slot_bytes.encoded, page, bytes_after.encoded);
-  block.all_pages.NoteChange(before, page);
+  const Page now = page;  // freed slots may let others go on
+  block.bytes += bytes_after.Of(now.raw, now.encoded);
+  if (now.raw.valid()) raw_bytes += bytes_after.raw;
+  if (now.encoded.valid()) encoded_bytes += bytes_after.encoded;
+  if (cache.rungs() > 1 && !activations) NoteRungs(rung_before, slot_bytes.encoded, now, bytes_after.encoded);
+  block.all_pages.NoteChange(before, now);
   // Slots that the page named and names no more, in either form, go back.
   for (const PageId& slot : {before.raw, before.encoded}) {
-    if (slot.valid() && slot != page.raw && slot != page.encoded) cache.tier->Free(slot);
+    if (slot.valid() && slot != now.raw && slot != now.encoded) cache.tier->Free(slot);
   }
   parts_.metrics->pool_used_bytes.Set(static_cast<double>(parts_.host->pool()->used_bytes()));
-  if (block.published && before.state != PageState::kResident && page.state == PageState::kResident)
+  if (block.published && before.state != PageState::kResident && now.state == PageState::kResident)
     parts_.after_resident(&block);
 }
 
