@@ -91,13 +91,17 @@ bool Runs(const std::string& folder) {
 std::string HowToStartAgain(const DaemonCommand& before, bool runs, const std::string& program, bool cold) {
   std::string text;
   if (before.pid > 0 && runs) {
-    text = absl::StrCat("Process ", before.pid, " still runs: end it first (kill ", before.pid, "). ");
+    text = absl::StrCat("Process ", before.pid,
+                        " still runs. If its configuration names another address by now, it may serve "
+                        "there: see its log, and `kvctl status --connect` with that address. Else end it (kill ",
+                        before.pid, "). ");
   } else if (before.pid > 0) {
     text = absl::StrCat("Process ", before.pid, " has ended. ");
   }
   const std::string memory =
       cold ? "" : "With the same --state-dir it finds what was published, as long as --state-keep-s said.";
-  if (program.empty()) absl::StrAppend(&text, "Install the earlier version again. ");
+  if (program.empty())
+    absl::StrAppend(&text, "Install the earlier version again, or take back what was changed in its configuration. ");
   if (!before.unit.empty()) {
     absl::StrAppend(&text, "The daemon was the service ", before.unit, ": `journalctl -u ", before.unit,
                     "` shows its log, and `systemctl restart ", before.unit, "` starts it with its flags. ", memory);

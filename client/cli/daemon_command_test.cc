@@ -64,11 +64,13 @@ TEST(DaemonCommand, TheHintHasTheFlags) {
                        .words = {"/usr/bin/kvmanagerd", "--listen", "unix:/run/kv.sock", "--state-dir", "/a b's"},
                        .directory = "/srv"};
   EXPECT_EQ(HowToStartAgain(before, false, "", false),
-            "Process 42 has ended. Install the earlier version again. Start it with the flags that it had, in /srv:\n"
+            "Process 42 has ended. Install the earlier version again, or take back what was changed in its "
+            "configuration. Start it with the flags that it had, in /srv:\n"
             "  /usr/bin/kvmanagerd --listen unix:/run/kv.sock --state-dir '/a b'\\''s'\n"
             "With the same --state-dir it finds what was published, as long as --state-keep-s said.");
   const std::string cold = HowToStartAgain(before, true, "/new/kvmanagerd", true);
-  EXPECT_EQ(cold.find("Process 42 still runs: end it first (kill 42). Start it"), 0u) << cold;
+  EXPECT_EQ(cold.find("Process 42 still runs. If its configuration names another address"), 0u) << cold;
+  EXPECT_NE(cold.find("Else end it (kill 42). Start it"), std::string::npos) << cold;
   EXPECT_EQ(cold.find("same --state-dir"), std::string::npos) << cold;
   before.unit = "kvmanagerd.service";
   EXPECT_NE(HowToStartAgain(before, false, "", false).find("systemctl restart kvmanagerd.service"), std::string::npos);

@@ -176,7 +176,8 @@ std::string FormatExplained(const ExplainedPrompt& prompt) {
   }
   const Explanation& e = prompt.explanation;
   absl::StrAppend(&text, "The daemon remembers how ", e.remembered, " blocks went, of at most ", e.remembered_max,
-                  ", and goes back ", FormatSeconds(e.remembered_seconds), ".\n");
+                  ", and goes back ", FormatSeconds(e.remembered_seconds),
+                  ". What it kept over a restart it finds once an engine has opened the cache again.\n");
   return text;
 }
 

@@ -52,7 +52,8 @@ TEST(Explain, TableFoldsNeighboursAndSaysWhy) {
             "(device:0, tenant cccccccc) has these tokens: it differs in tenant, codec\n"
             "    7       1    448  a7a7a7a7a7a7  -        -                 1.0 s  purged by an operator, from disk\n"
             "\n"
-            "The daemon remembers how 12 blocks went, of at most 65536, and goes back 4 m 05 s.\n");
+            "The daemon remembers how 12 blocks went, of at most 65536, and goes back 4 m 05 s. What it kept over a "
+            "restart it finds once an engine has opened the cache again.\n");
 }
 
 TEST(Explain, OtherReasons) {

@@ -148,7 +148,7 @@ std::string FormatStatus(const DaemonDescription& d) {
 }
 
 std::string FormatCaches(const std::vector<CacheDescription>& caches) {
-  if (caches.empty()) return "no caches: no engine has opened one since the daemon started\n";
+  if (caches.empty()) return "no caches are open: an engine opens one, and a purge closes those that nobody uses\n";
   std::vector<std::vector<std::string>> rows;
   for (const CacheDescription& c : caches) {
     const CacheOptions& o = c.options;

@@ -146,7 +146,10 @@ absl::Status CheckConnection(const Arguments& arguments) {
 int Purge(Client& client, const Arguments& arguments, uint32_t cache_id) {
   const auto blocks = client.Purge(cache_id);
   if (!blocks.ok()) return Fail(blocks.status(), arguments);
-  return Print(arguments, absl::StrCat("purged ", *blocks, " published blocks; those that sequences hold stay\n"),
+  return Print(arguments,
+               absl::StrCat("purged ", *blocks,
+                            " published blocks, where one in memory and on the disk counts twice; those that "
+                            "sequences hold stay\n"),
                {{"blocks", *blocks}});
 }
 

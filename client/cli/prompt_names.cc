@@ -154,7 +154,8 @@ absl::StatusOr<std::vector<BlockName>> ParseKeys(absl::Span<const std::string> k
     BlockName& name = names.emplace_back();
     const bool is_hex = std::all_of(key.begin(), key.end(), [](char c) { return absl::ascii_isxdigit(c); });
     if (!is_hex || key.size() != 2 * name.key.bytes.size()) {
-      return InvalidField(absl::StrCat("--keys[", names.size() - 1, "]"), absl::StrCat(key.size(), " characters"),
+      return InvalidField(absl::StrCat("--keys[", names.size() - 1, "]"),
+                          absl::StrCat(key.size(), " characters", is_hex ? "" : ", not all of them hexadecimal digits"),
                           "64 hexadecimal digits");
     }
     const std::string bytes = absl::HexStringToBytes(key);

@@ -9,6 +9,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <vector>
 
@@ -82,14 +83,23 @@ bool Lock(int lock) {
   return true;
 }
 
+// With errno.
+absl::Status CannotBeMade(absl::string_view field, const std::string& path) {
+  return InvalidField(field, path, absl::StrCat("a directory that can be made (", std::strerror(errno), ")"));
+}
+
 }  // namespace
 
-absl::StatusOr<LockedFolder> LockedFolder::Open(absl::string_view field, const std::string& path) {
+absl::Status LockedFolder::CheckPlace(absl::string_view field, const std::string& path) {
   if (path.empty()) return InvalidField(field, path, "a directory");
-  if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) {
-    return InvalidField(field, path, absl::StrCat("a directory that can be made (", std::strerror(errno), ")"));
-  }
   struct stat status;
+  if (lstat(path.c_str(), &status) != 0) {
+    if (errno != ENOENT) return CannotBeMade(field, path);
+    std::filesystem::path made = std::filesystem::absolute(path).lexically_normal();
+    if (!made.has_filename()) made = made.parent_path();
+    if (access(made.parent_path().c_str(), W_OK | X_OK) != 0) return CannotBeMade(field, path);
+    return absl::OkStatus();
+  }
   if (stat(path.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) return InvalidField(field, path, "a directory");
   if (status.st_uid != geteuid()) {
     return FieldError(absl::StatusCode::kFailedPrecondition, field, absl::StrCat(path, ", of user ", status.st_uid),
@@ -103,6 +113,13 @@ absl::StatusOr<LockedFolder> LockedFolder::Open(absl::string_view field, const s
                           ? absl::StrCat("a directory of the daemon's own: ", path, "/kvmanager, for example")
                           : absl::StrCat("a directory for its owner alone: chmod 700 ", path));
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<LockedFolder> LockedFolder::Open(absl::string_view field, const std::string& path) {
+  if (path.empty()) return InvalidField(field, path, "a directory");
+  if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return CannotBeMade(field, path);
+  KV_RETURN_IF_ERROR(CheckPlace(field, path));
   const std::string lock_path = path + "/lock";
   const int lock = open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (lock < 0) {

@@ -15,6 +15,8 @@ class LockedFolder {
   /// process that has it and is ending. field: the option that errors name. Errors: INVALID_ARGUMENT (no directory);
   /// FAILED_PRECONDITION (foreign owner or mode, another process has it open); UNAVAILABLE.
   static absl::StatusOr<LockedFolder> Open(absl::string_view field, const std::string& path);
+  /// What Open would say of the place, as far as that can be told while nothing is made and another may have it.
+  static absl::Status CheckPlace(absl::string_view field, const std::string& path);
   LockedFolder(LockedFolder&& other) noexcept : path_(std::move(other.path_)), lock_(std::exchange(other.lock_, -1)) {}
   LockedFolder& operator=(LockedFolder&&) = delete;
   ~LockedFolder();

@@ -77,6 +77,25 @@ TEST_F(LockedFolderTest, NamesTheOptionOfOneThatCannotBeWritten) {
   EXPECT_THAT(Error(), HasSubstr("must be a directory in which this daemon can write"));
 }
 
+TEST_F(LockedFolderTest, APlaceIsCheckedBeforeAnythingIsMade) {
+  const auto check = [&](const std::string& path) {
+    const absl::Status status = LockedFolder::CheckPlace("--folder", path);
+    if (status.ok()) EXPECT_TRUE(LockedFolder::Open("--folder", path).ok()) << path;
+    return std::string(status.message());
+  };
+  EXPECT_EQ(LockedFolder::CheckPlace("--folder", folder_ + "/new"), absl::OkStatus());
+  EXPECT_FALSE(std::filesystem::exists(folder_ + "/new"));
+  EXPECT_EQ(check(folder_), "");
+  EXPECT_EQ(check(folder_ + "/new/"), "");
+  EXPECT_THAT(check(folder_ + "/no/parent"), HasSubstr("a directory that can be made (No such file or directory)"));
+  EXPECT_THAT(check("/dev/null"), HasSubstr("--folder is /dev/null, must be a directory"));
+  EXPECT_THAT(check(""), HasSubstr("must be a directory"));
+  ASSERT_EQ(symlink((folder_ + "/gone").c_str(), (folder_ + "/link").c_str()), 0);
+  EXPECT_THAT(check(folder_ + "/link"), HasSubstr("must be a directory"));
+  ASSERT_EQ(chmod(folder_.c_str(), 0755), 0);
+  EXPECT_THAT(check(folder_), HasSubstr("chmod 700 " + folder_));
+}
+
 TEST_F(LockedFolderTest, SaysWhatToDoAboutOneThatOthersCanRead) {
   ASSERT_EQ(chmod(folder_.c_str(), 0755), 0);
   EXPECT_THAT(Error(), HasSubstr("chmod 700 " + folder_));

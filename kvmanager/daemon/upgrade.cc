@@ -27,8 +27,10 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "kvmanager/base/child_process.h"
+#include "kvmanager/base/locked_folder.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/daemon/server_access.h"
+#include "kvmanager/keep/keeper_wire.h"
 #include "kvmanager/keep/kept_manifest.h"
 
 namespace kvmanager {
@@ -143,6 +145,13 @@ void LeaveMemory() {
   // The other end stays open until exec().
 }
 
+absl::Status CheckPlaces(const Options& options) {
+  if (!options.disk_path.empty()) KV_RETURN_IF_ERROR(LockedFolder::CheckPlace("--disk-path", options.disk_path));
+  if (options.state_dir.empty()) return absl::OkStatus();
+  KV_RETURN_IF_ERROR(KeeperPath(options.state_dir).status());
+  return LockedFolder::CheckPlace("--state-dir", options.state_dir);
+}
+
 std::string LineBehind(const std::string& output, absl::string_view begin) {
   for (absl::string_view line : absl::StrSplit(output, '\n')) {
     if (absl::ConsumePrefix(&line, begin)) return std::string(line);
@@ -164,6 +173,7 @@ int RunCheck(int argc, char** argv) {
     ServerAccess access(&line->options);
     status = access.ReadPeerKey().status();
     if (status.ok()) status = access.ReadFiles();
+    if (status.ok()) status = CheckPlaces(line->options);
   }
   if (!status.ok()) {
     std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());

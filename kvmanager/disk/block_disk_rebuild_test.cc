@@ -568,6 +568,29 @@ TEST_F(BlockDiskRebuildTest, AFlippedByteOfTheMarks) {
 }
 
 // What is no segment of this disk is neither read nor removed.
+TEST_F(BlockDiskRebuildTest, FoldersAndPipesInPlaceOfFilesOfOurs) {
+  const std::vector<TestBlock> blocks = Blocks(1, 0, 3);
+  {
+    TestDisk disk(&loop_, options_, parts_);
+    ASSERT_TRUE(disk.Load()) << disk.status();
+    ASSERT_NO_FATAL_FAILURE(Write(&disk, blocks));
+  }
+  for (const char* const name : {"marks", "sealed", "damaged"}) {
+    const std::string path = options_.directory + "/" + name, away = folder_.path() + "/away";
+    if (fs::exists(path)) fs::rename(path, away);
+    fs::create_directory(path);
+    EXPECT_TRUE(absl::StrContains(TestDisk(&loop_, options_, parts_).status().message(),
+                                  absl::StrCat(path, " is a folder, must be a file: move it away")))
+        << name;
+    fs::remove(path);
+    if (fs::exists(away)) fs::rename(away, path);
+  }
+  ASSERT_EQ(mkfifo((options_.directory + "/damaged").c_str(), 0600), 0);
+  TestDisk disk(&loop_, options_, parts_);
+  ASSERT_TRUE(disk.Load()) << disk.status();
+  EXPECT_NO_FATAL_FAILURE(ExpectAll(&disk, blocks));
+}
+
 TEST_F(BlockDiskRebuildTest, LinksAreNotFollowed) {
   const std::vector<TestBlock> blocks = Blocks(1, 0, 20);
   {

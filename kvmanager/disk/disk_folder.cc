@@ -126,11 +126,20 @@ absl::Status DiskFolder::Make() const {
   return SyncFolder(folder_.path());
 }
 
+absl::Status DiskFolder::CheckFiles() const {
+  for (const std::string& path : {marks(), sealed(), folder_.path() + "/damaged"}) {
+    struct stat of;
+    if (lstat(path.c_str(), &of) != 0 || !S_ISDIR(of.st_mode)) continue;
+    return absl::FailedPreconditionError(absl::StrCat(path, " is a folder, must be a file: move it away"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status DiskFolder::damage() const {
   const std::string path = folder_.path() + "/damaged";
   if (access(path.c_str(), F_OK) != 0) return absl::OkStatus();
   std::string why(kDamageBytesMax, '\0');
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   const ssize_t bytes = fd < 0 ? 0 : read(fd, why.data(), why.size());
   if (fd >= 0) close(fd);
   why.resize(bytes > 0 ? static_cast<size_t>(bytes) : 0);
@@ -271,6 +280,7 @@ namespace {
 
 // The index that is there, or a new one of a new disk. Errors: also DATA_LOSS and UNIMPLEMENTED: it cannot be used.
 absl::StatusOr<std::unique_ptr<IndexDb>> OpenAsItIs(const DiskFolder& folder, rocksdb::FileSystem* index_files) {
+  KV_RETURN_IF_ERROR(folder.CheckFiles());
   KV_RETURN_IF_ERROR(folder.damage());
   KV_RETURN_IF_ERROR(folder.Make());
   KV_RETURN_IF_ERROR(CheckIndexSeal(folder.sealed(), folder.index()));

@@ -38,6 +38,8 @@ class DiskFolder {
   std::string segments() const { return folder_.path() + "/segments"; }
   std::string marks() const { return folder_.path() + "/marks"; }
   std::string sealed() const { return folder_.path() + "/sealed"; }
+  /// FAILED_PRECONDITION: a folder is where a file would be written.
+  absl::Status CheckFiles() const;
   /// Makes the folders that are not there.
   absl::Status Make() const;
   /// DATA_LOSS: the last daemon found the index damaged; its words.

@@ -142,7 +142,7 @@ absl::StatusOr<RecordMarks> RecordMarks::Read(const std::string& path) {
   }
   const int error = errno;
   close(fd);
-  if (got == 0 && !is_file) return absl::DataLossError(path + " is not a file: move it away");
+  if (got == 0 && !is_file) return absl::DataLossError(path + " is not a file");
   if (got < 0) return Failed("reading", path, error);
   bytes.resize(static_cast<size_t>(got));
   absl::StatusOr<RecordMarks> marks = Parse(bytes);

@@ -26,6 +26,11 @@ constexpr int kPingMs = 1000;
 absl::StatusOr<std::unique_ptr<MemoryKeeper>> MemoryKeeper::Open(const std::string& folder,
                                                                  const std::vector<std::string>& program) {
   KV_ASSIGN_OR_RETURN(const std::string path, KeeperPath(folder));
+  struct stat of;
+  if (stat(folder.c_str(), &of) != 0) {
+    return absl::UnavailableError(absl::StrCat("--state-dir ", folder, ": ", std::strerror(errno),
+                                               "; was it moved or removed? Put it back, or restart the daemon"));
+  }
   auto keeper = Reach(path, program);
   // One whose time was over may have gone while this daemon connected.
   if (absl::IsUnavailable(keeper.status())) keeper = Reach(path, program);

@@ -139,17 +139,13 @@ void BlockIndex::MakeEvictableIfUnused(Block* block) {
   if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs() > 0) return;
   block->all_pages.Rest();
   block->cache->tier->AddEvictable(block);
-  ShowEvictable();
+  ShowHostUse(*parts_.host, parts_.metrics);
 }
 
 void BlockIndex::MakeUnevictable(Block* block) {
   if (!block->evictable) return;
   block->cache->tier->RemoveEvictable(block);
-  ShowEvictable();
-}
-
-void BlockIndex::ShowEvictable() {
-  parts_.metrics->evictable_bytes.Set(static_cast<double>(parts_.host->bytes().evictable));
+  ShowHostUse(*parts_.host, parts_.metrics);
 }
 
 void BlockIndex::Evict(Block* block, const Cache& taker) {

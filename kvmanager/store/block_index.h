@@ -113,7 +113,6 @@ class BlockIndex {
   Block* Take(Block* block, Bytes bytes, MissReason* reason);
   void Unname(Block* block, GoneReason reason, const Cache* taker);
   void MakeUnevictable(Block* block);
-  void ShowEvictable();
   void Dispose(Block* block);  // nobody holds it, it has no name
   void FreePage(PageRef ref);  // and deletes the block with its last page
   void DeleteIfEmpty(Block* block);

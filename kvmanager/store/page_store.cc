@@ -145,6 +145,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
       gauges.blocks->Set(static_cast<double>(kept.blocks));
       gauges.bytes->Set(static_cast<double>(kept.bytes));
     }
+    ShowHostUse(*tiers_[0], metrics_);  // processes may have let go of slabs
     if (disk_ != nullptr) disk_->Look();
   }
   absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,

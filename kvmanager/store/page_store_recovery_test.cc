@@ -100,6 +100,9 @@ TEST_F(PageStoreRecoveryTest, WhatWasPublishedIsFoundAgain) {
   Kill();
   EXPECT_EQ(Unclaimed(), 60);
   EXPECT_EQ(test().store_metrics.recovered_blocks.Value(), 60);
+  // Nobody holds any of it.
+  EXPECT_GT(test().store_metrics.pool_used_bytes.Value(), 0);
+  EXPECT_EQ(test().store_metrics.evictable_bytes.Value(), test().store_metrics.pool_used_bytes.Value());
   CheckAll();
   for (const std::string& codec : codecs) {
     const CacheId cache = Open(codec);

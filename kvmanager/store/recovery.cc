@@ -290,7 +290,10 @@ uint64_t Recovery::Purge(const CacheDigest* digest) {
   return before - unclaimed_blocks_;
 }
 
-void Recovery::ShowUnclaimed() { parts_.metrics->unclaimed_blocks.Set(static_cast<double>(unclaimed_blocks_)); }
+void Recovery::ShowUnclaimed() {
+  parts_.metrics->unclaimed_blocks.Set(static_cast<double>(unclaimed_blocks_));
+  ShowHostUse(*parts_.host, parts_.metrics);
+}
 
 void Recovery::CheckInvariants() const {
   uint64_t bytes = 0, blocks = 0;

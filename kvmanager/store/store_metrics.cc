@@ -78,7 +78,8 @@ StoreMetrics::StoreMetrics(Metrics* m)
           m->Counter("unrecovered_blocks_total", "Recorded blocks of an earlier process that could not be used")),
       unclaimed_lost_blocks(m->Counter("unclaimed_lost_blocks_total",
                                        "Unclaimed blocks that were given up: for room, by a purge, as no cache's")),
-      evictable_bytes(m->Gauge("evictable_bytes", "Bytes of published blocks that nothing pins")),
+      evictable_bytes(
+          m->Gauge("evictable_bytes", "Bytes of published blocks that nothing pins, unclaimed ones among them")),
       pool_capacity_bytes(m->Gauge("pool_capacity_bytes", "Bytes of the host pool")),
       pool_used_bytes(m->Gauge("pool_used_bytes", "Bytes of the host pool's slots in use")),
       attend_leases(m->Gauge("leases", kLeaseHelp, {{"kind", "attend"}})),

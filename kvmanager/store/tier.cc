@@ -292,4 +292,9 @@ void Tier::DemoteAhead(bool is_late) {
   }
 }
 
+void ShowHostUse(const Tier& host, StoreMetrics* metrics) {
+  metrics->pool_used_bytes.Set(static_cast<double>(host.pool()->used_bytes()));
+  metrics->evictable_bytes.Set(static_cast<double>(host.bytes().evictable + host.bytes().unclaimed));
+}
+
 }  // namespace kvmanager

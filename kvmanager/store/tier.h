@@ -27,6 +27,7 @@
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/store_device.h"
+#include "kvmanager/store/store_metrics.h"
 
 namespace kvmanager {
 
@@ -163,5 +164,8 @@ class Tier {
   uint64_t evicted_until_ = 0;    // of them, up to the last one that was evicted
   uint64_t evicted_bytes_ = 0;    // since none that was evicted waited
 };
+
+/// Shows what the host's pool has in use, and what of that can be taken back at once.
+void ShowHostUse(const Tier& host, StoreMetrics* metrics);
 
 }  // namespace kvmanager
