@@ -336,6 +336,29 @@ TEST_F(UpgradeTest, WhereTheNewProgramGoesMeanwhileTheOldOneGoesOn) {
   EXPECT_EQ(Compare(*cache, {1, Kind::kNormal, options_}, 5), 5);
 }
 
+// A configuration that was changed since must not end the service.
+TEST_F(UpgradeTest, ACheckLooksAtTheFolders) {
+  const auto check = [&](const std::string& flag, const std::string& folder) {
+    std::vector<std::string> command = {"/bin/sh", "-c", "exec \"$0\" \"$@\" 2>&1", Real(), "--check"};
+    command.insert(command.end(), {"--listen", "unix:" + directory_.path() + "/other"});
+    command.insert(command.end(), {"--host-pool-bytes", "64MiB", "--disk-bytes", "1GiB"});
+    if (flag != "--disk-path") command.insert(command.end(), {"--disk-path", directory_.path() + "/disk"});
+    command.insert(command.end(), {flag, folder});
+    const auto result = RunCommand(command);
+    return result.ok() ? absl::StrCat(result->status, " ", result->output) : std::string(result.status().message());
+  };
+  const std::string fine = check("--state-dir", directory_.path() + "/new");
+  EXPECT_EQ(fine.find("0 kvmanagerd "), 0u) << fine;
+  EXPECT_FALSE(std::filesystem::exists(directory_.path() + "/new"));
+  for (const std::string flag : {"--disk-path", "--state-dir"}) {
+    const std::string file = check(flag, "/dev/null"), deep = check(flag, directory_.path() + "/no/parent");
+    EXPECT_EQ(file.find(absl::StrCat("2 ", flag, " is /dev/null, must be a directory")), 0u) << file;
+    EXPECT_NE(deep.find("must be a directory that can be made"), std::string::npos) << deep;
+  }
+  const std::string name = check("--state-dir", directory_.path() + "/" + std::string(200, 'a'));
+  EXPECT_NE(name.find("bytes long, for its socket"), std::string::npos) << name;
+}
+
 // What kvctl prints then starts the daemon with all of its flags.
 TEST_F(UpgradeTest, WhereTheNewProgramEndsKvctlSaysHowToStartTheDaemonAgain) {
   const std::string program =
@@ -344,11 +367,12 @@ TEST_F(UpgradeTest, WhereTheNewProgramEndsKvctlSaysHowToStartTheDaemonAgain) {
   ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options_));
   Publish(*cache, {1, Kind::kNormal, options_}, 5);
   cache.reset();
-  const CommandResult result = Upgrade({"--program", program, "--wait-s", "1"});
-  daemon_->Kill();  // it has ended by itself
+  const CommandResult result = Upgrade({"--program", program, "--wait-s", "3600"});  // which is not waited for
+  daemon_->Kill();                                                                   // it has ended by itself
   EXPECT_EQ(result.status, 1) << result.output;
-  for (const std::string& words : {absl::StrCat("Process ", daemon_->pid(), " has ended."), std::string("--state-dir"),
-                                   std::string("--tenant-most-percent 90")}) {
+  for (const std::string& words :
+       {std::string("the new program, which has ended"), absl::StrCat("Process ", daemon_->pid(), " has ended."),
+        std::string("--state-dir"), std::string("--tenant-most-percent 90")}) {
     EXPECT_NE(result.output.find(words), std::string::npos) << words << " is not in: " << result.output;
   }
   EXPECT_EQ(result.output.find("is the daemon running"), std::string::npos) << result.output;
