@@ -233,7 +233,7 @@ void DiskIndex::CheckInvariants() const {
       of_payer[entry->payer] += entry->bytes;
       ++of_cache[entry->cache];
       if (entry->evictable) evictable += entry->bytes;
-      if (entry->evictable && entry->retention.priority > Retention::kOfPolicy) kept_longer += entry->bytes;
+      if (entry->evictable && entry->retention.priority() > Retention::kOfPolicy) kept_longer += entry->bytes;
     }
   }
   for (const auto& [digest, number] : cache_numbers_) {

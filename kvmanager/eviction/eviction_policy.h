@@ -21,12 +21,22 @@ struct Retention {
   static constexpr uint8_t kOfPolicy = 50;  // the policy decides
   static constexpr uint8_t kPriorityMax = 100;
 
-  uint8_t priority = kOfPolicy;  // below kOfPolicy it goes before all others, above behind them
-  int64_t until_ns = 0;          // of the policy's clock; from then on the policy decides; 0: no end
+  Retention() = default;
+  /// until_ns: of the policy's clock, rounded up to a microsecond; 0: no end.
+  Retention(uint8_t priority, int64_t until_ns)
+      : until_us_(static_cast<uint64_t>((until_ns + 999) / 1000)), priority_(priority) {}
 
-  bool is_of_policy() const { return priority == kOfPolicy; }
-  bool has_ended(int64_t now_ns) const { return until_ns != 0 && until_ns <= now_ns; }
+  /// Below kOfPolicy it goes before all others, above behind them.
+  uint8_t priority() const { return priority_; }
+  /// From then on the policy decides; 0: no end.
+  int64_t until_ns() const { return static_cast<int64_t>(until_us_) * 1000; }
+  bool is_of_policy() const { return priority_ == kOfPolicy; }
+  bool has_ended(int64_t now_ns) const { return until_us_ != 0 && until_ns() <= now_ns; }
   bool operator==(const Retention&) const = default;
+
+ private:
+  uint64_t until_us_ : 56 = 0;
+  uint64_t priority_ : 8 = kOfPolicy;
 };
 
 /// What a policy knows of a block. The store's Block is one.
@@ -41,17 +51,17 @@ struct Evictable {
     uint8_t queue = 0;
   };
 
-  uint64_t id = 0;         // of its name, uniformly distributed: what is remembered of it when it is gone
-  uint64_t bytes = 0;      // of its slots
-  uint64_t last_use = 0;   // order of uses: a parent's is above its children's
+  uint64_t id = 0;        // of its name, uniformly distributed: what is remembered of it when it is gone
+  uint64_t bytes = 0;     // of its slots
+  uint64_t last_use = 0;  // order of uses: a parent's is above its children's
+  Notes notes;
+  Retention retention;     // RetainingEviction's: changed by its Retain alone while the block is evictable
   uint32_t index = 0;      // place in its sequence
-  uint32_t tokens = 0;     // of a block: it begins at token index * tokens
   uint32_t payer = 0;      // PayerId: who pays for it
+  uint32_t tokens = 0;     // of a block: it begins at token index * tokens
   bool evictable = false;  // the policy has it
   bool kept = false;       // the next lower tier had a copy when it was last looked for
   bool can_lower = false;  // it could be encoded again in fewer bytes (Codec::rung)
-  Notes notes;
-  Retention retention;  // RetainingEviction's: changed by its Retain alone while the block is evictable
 
   /// This is a copy of `other` in another tier, is used alike and retained alike. Not of one that is evictable.
   void CopyUse(const Evictable& other) {

@@ -9,11 +9,11 @@ namespace {
 
 auto RankOf(const Evictable& block) {
   const Retention& retention = block.retention;
-  const int64_t end = retention.until_ns == 0 ? std::numeric_limits<int64_t>::max() : retention.until_ns;
-  return std::tuple(retention.priority, end, block.last_use);
+  const int64_t end = retention.until_ns() == 0 ? std::numeric_limits<int64_t>::max() : retention.until_ns();
+  return std::tuple(retention.priority(), end, block.last_use);
 }
 
-auto EndOf(const Evictable& block) { return std::pair(block.retention.until_ns, block.last_use); }
+auto EndOf(const Evictable& block) { return std::pair(block.retention.until_ns(), block.last_use); }
 
 }  // namespace
 
@@ -35,7 +35,7 @@ void RetainingEviction::Remove(Evictable* block) {
 }
 
 void RetainingEviction::Retain(Evictable* block, Retention retention) {
-  KV_CHECK(retention.priority <= Retention::kPriorityMax);
+  KV_CHECK(retention.priority() <= Retention::kPriorityMax);
   if (retention.is_of_policy()) retention = {};
   if (block->retention == retention) return;
   const bool is_evictable = block->evictable;
@@ -45,12 +45,12 @@ void RetainingEviction::Retain(Evictable* block, Retention retention) {
 }
 
 void RetainingEviction::Put(Evictable* block) {
-  if (block->retention.until_ns != 0 && block->retention.has_ended(clock_->NowNs())) block->retention = {};
+  if (block->retention.until_ns() != 0 && block->retention.has_ended(clock_->NowNs())) block->retention = {};
   if (block->retention.is_of_policy()) return policy_->Add(block);
   KV_CHECK(!block->evictable);
   Payer& payer = payers_[block->payer];
   payer.ranks.Add(RankOf(*block), block);
-  if (block->retention.until_ns != 0) {
+  if (block->retention.until_ns() != 0) {
     payer.ends.Add(EndOf(*block), block);
     NoteNextEnd(block->payer, &payer);
   }
@@ -63,7 +63,7 @@ void RetainingEviction::Take(Evictable* block) {
   KV_CHECK(block->evictable && of != payers_.end());
   Payer& payer = of->second;
   payer.ranks.Remove(RankOf(*block), block);
-  if (block->retention.until_ns != 0) {
+  if (block->retention.until_ns() != 0) {
     payer.ends.Remove(EndOf(*block), block);
     NoteNextEnd(block->payer, &payer);
   }
@@ -74,7 +74,7 @@ void RetainingEviction::Take(Evictable* block) {
 
 void RetainingEviction::NoteNextEnd(uint32_t id, Payer* payer) {
   const Evictable* const first = payer->ends.First(Of::kAll);
-  const int64_t end = first == nullptr ? 0 : first->retention.until_ns;
+  const int64_t end = first == nullptr ? 0 : first->retention.until_ns();
   if (end == payer->next_end) return;
   if (payer->next_end != 0) next_ends_.erase({payer->next_end, id});
   if (end != 0) next_ends_.emplace(end, id);
@@ -124,7 +124,7 @@ Evictable* RetainingEviction::Next(uint32_t id, Of which) {
   const Payer& payer = of->second;
   Evictable* const first = payer.ranks.First(which);
   // One that has ended and was not noticed, too: it is not worth a walk to the next.
-  if (first != nullptr && first->retention.priority < Retention::kOfPolicy) return first;
+  if (first != nullptr && first->retention.priority() < Retention::kOfPolicy) return first;
   Evictable* const of_policy = next();
   // More have ended than were noticed: the policy might name one of these.
   Evictable* const ended = payer.next_end == 0 ? nullptr : payer.ends.First(which);
@@ -136,7 +136,7 @@ Evictable* RetainingEviction::Next(uint32_t id, Of which) {
 }
 
 void RetainingEviction::Count(const Evictable& block, bool more) {
-  if (block.retention.priority < Retention::kOfPolicy) return;
+  if (block.retention.priority() < Retention::kOfPolicy) return;
   kept_longer_.blocks += more ? 1 : -1;
   kept_longer_.bytes = more ? kept_longer_.bytes + block.bytes : kept_longer_.bytes - block.bytes;
 }
@@ -145,7 +145,7 @@ void RetainingEviction::CheckInvariants() const {
   size_t ending = 0;
   for (const auto& [id, payer] : payers_) {
     const Evictable* const first = payer.ends.First(Of::kAll);
-    KV_CHECK(!payer.ranks.empty() && payer.next_end == (first == nullptr ? 0 : first->retention.until_ns));
+    KV_CHECK(!payer.ranks.empty() && payer.next_end == (first == nullptr ? 0 : first->retention.until_ns()));
     const Evictable* const least = payer.ranks.First(Of::kAll);
     KV_CHECK(least->evictable && least->payer == id && !least->retention.is_of_policy());
     if (payer.next_end == 0) continue;

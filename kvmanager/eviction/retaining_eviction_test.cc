@@ -261,7 +261,7 @@ class Model {
       if (which != Of::kAll && known.copy.kept != (which == Of::kKept)) continue;
       if (first == nullptr || Rank(known) < Rank(*first)) first = &known;
     }
-    if (first != nullptr && first->retention.priority < Retention::kOfPolicy) return first;
+    if (first != nullptr && first->retention.priority() < Retention::kOfPolicy) return first;
     Evictable* const next = VictimOf(*policy_, payer, which);
     if (next == nullptr) return first;
     return &*std::find_if(blocks.begin(), blocks.end(), [&](const Known& known) { return &known.copy == next; });
@@ -272,11 +272,11 @@ class Model {
 
  private:
   static std::tuple<int, int64_t, uint64_t> Rank(const Known& known) {
-    const int64_t end = known.retention.until_ns;
-    return {known.retention.priority, end == 0 ? std::numeric_limits<int64_t>::max() : end, known.copy.last_use};
+    const int64_t end = known.retention.until_ns();
+    return {known.retention.priority(), end == 0 ? std::numeric_limits<int64_t>::max() : end, known.copy.last_use};
   }
   bool Ended(const Known& known) const {
-    return known.retention.until_ns != 0 && known.retention.until_ns <= clock_->NowNs();
+    return known.retention.until_ns() != 0 && known.retention.until_ns() <= clock_->NowNs();
   }
   // The policy has it exactly if it is the policy's.
   void Place(Known* known) {
@@ -358,14 +358,15 @@ TEST_P(RetainingEvictionTest, RandomOperationsAgainstTheModel) {
         case 4:
         case 5: {
           constexpr int kPriorities[] = {0, 20, 49, 50, 51, 80, 100};
-          Retention retention{static_cast<uint8_t>(kPriorities[pick(7)]), 0};
-          if (pick(2) == 0) retention.until_ns = clock.NowNs() + static_cast<int64_t>(pick(20));
+          const auto priority = static_cast<uint8_t>(kPriorities[pick(7)]);
+          const bool ends = pick(2) == 0;
+          const Retention retention(priority, ends ? clock.NowNs() + static_cast<int64_t>(pick(20)) * 1000 : 0);
           policy->Retain(&block, retention);
           model.Retain(&known, retention);
           break;
         }
         case 6:
-          clock.AdvanceNs(static_cast<int64_t>(pick(4)));
+          clock.AdvanceNs(static_cast<int64_t>(pick(4)) * 1000);
           break;
         case 7:
         case 8: {
@@ -396,7 +397,7 @@ TEST_P(RetainingEvictionTest, RandomOperationsAgainstTheModel) {
       uint64_t kept_longer = 0;
       for (size_t each = 0; each < kBlocks; ++each) {
         ASSERT_EQ(blocks[each].evictable, model.blocks[each].evictable);
-        if (blocks[each].evictable && blocks[each].retention.priority > Retention::kOfPolicy) {
+        if (blocks[each].evictable && blocks[each].retention.priority() > Retention::kOfPolicy) {
           kept_longer += blocks[each].bytes;
         }
       }

@@ -4,13 +4,9 @@
 // lease pins one of its pages, or an encode job runs on one; then deleted.
 #pragma once
 
-#include <boost/intrusive/list_hook.hpp>
 #include <boost/intrusive/unordered_set_hook.hpp>
 #include <cstdint>
-#include <memory>
-#include <vector>
 
-#include "absl/status/status.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/eviction/eviction_policy.h"
 #include "kvmanager/store/block_pages.h"
@@ -25,26 +21,38 @@ struct Cache;
 /// filled, encoded from the seal on.
 enum class PageKind : uint8_t { kKeysValues = 0, kActivations };
 
+/// A time of the store's clock, to 67 ms: in 32 bits, nine years. Rounded down.
+class CoarseTime {
+ public:
+  CoarseTime() = default;  // not set
+  explicit CoarseTime(int64_t ns) : next_(static_cast<uint32_t>(ns >> kShift) + 1) {}
+  bool is_set() const { return next_ != 0; }
+  int64_t ns() const { return (int64_t{next_} - 1) << kShift; }
+
+ private:
+  static constexpr int kShift = 26;
+  uint32_t next_ = 0;  // of units of 2^kShift ns, the one behind it; 0: not set
+};
+
 struct Block : Evictable {
   using Link = boost::intrusive::link_mode<boost::intrusive::normal_link>;
-  boost::intrusive::list_member_hook<Link> in_store;           // BlockIndex
   boost::intrusive::unordered_set_member_hook<Link> in_table;  // PageTable
 
-  std::shared_ptr<Cache> cache;    // shared: a block under a lease outlives the closing of its cache
-  BlockPages all_pages;            // BlockIndex's to change
-  uint32_t holders = 0;            // sequences and hand-offs
-  uint32_t other_holders = 0;      // of these, those that are no sequences and no moves (BlockIndex)
-  uint32_t pins = 0;               // of all pages, here and below of both kinds
-  bool published = false;          // in its cache's table, under `name`
-  bool corrupt = false;            // its bytes changed: never published again
-  bool from_disk = false;          // it came from there, and nobody has taken it since
+  Cache* cache = nullptr;  // BlockIndex keeps it, also while it is closed: of a block under a lease
+  BlockPages all_pages;    // BlockIndex's to change
+  uint64_t recorded = 0;   // Recovery's; 0: it is not recorded
+  BlockName name;
+  uint32_t holders = 0;        // sequences and hand-offs
+  uint32_t other_holders = 0;  // of these, those that are no sequences and no moves (BlockIndex)
+  uint32_t pins = 0;           // of all pages, here and below of both kinds
+  CoarseTime last_use;
+  CoarseTime verified;             // when its bytes were last compared with their checksums
+  bool published : 1 = false;      // in its cache's table, under `name`
+  bool corrupt : 1 = false;        // its bytes changed: never published again
+  bool from_disk : 1 = false;      // it came from there, and nobody has taken it since
   bool is_lowering : 1 = false;    // BlockLowering encodes it again
   bool stays_on_rung : 1 = false;  // the codec of the next rung declined it
-  uint64_t recorded = 0;           // Recovery's; 0: it is not recorded
-  int64_t last_use_ns = 0;
-  int64_t verified_ns = 0;  // when its bytes were last compared with their checksums; 0: never
-  BlockName name;
-  absl::Status arrival;  // an error: its pages that are Receiving will not come, and why
+  bool never_arrives : 1 = false;  // its pages that are Receiving: Cache::failed_arrivals says why
 
   BlockPages::View pages() const { return all_pages.keys_values(); }  // [layers]
   /// [layers], Free where the engine gave none; empty in a cache without activations.

@@ -10,16 +10,29 @@
 
 namespace kvmanager {
 
+BlockIndex::~BlockIndex() {
+  for (const Block* block : All()) delete block;
+}
+
+std::vector<const Block*> BlockIndex::All() const {
+  std::vector<const Block*> blocks(unnamed_.begin(), unnamed_.end());
+  for (const auto& [key, cache] : caches_) {
+    for (const Block& block : cache->table) blocks.push_back(&block);
+  }
+  return blocks;
+}
+
 Block* BlockIndex::New(const std::shared_ptr<Cache>& cache, uint32_t index) {
   auto owned = std::make_unique<Block>();
   Block* block = owned.get();
-  block->cache = cache;
+  block->cache = cache.get();
   block->index = index;
   block->tokens = static_cast<uint32_t>(cache->page_tokens());
   block->payer = cache->payer;
   block->all_pages = BlockPages(cache->layers(), cache->keeps_activations());
   block->holders = 1;
-  blocks_.push_back(*owned.release());
+  if (cache->blocks++ == 0) caches_.emplace(cache.get(), cache);
+  unnamed_.insert(owned.release());
   return block;
 }
 
@@ -79,14 +92,14 @@ void BlockIndex::Release(Block* block, const EvictionRun* run) {
   if (--block->holders > 0) return;
   if (!block->published) return Dispose(block);
   block->cache->tier->eviction().Touch(block, run);
-  block->last_use_ns = parts_.clock->NowNs();
+  block->last_use = CoarseTime(parts_.clock->NowNs());
   MakeEvictableIfUnused(block);
 }
 
 void BlockIndex::NoteUse(Block* block) {
   if (block->holders > 0) return;
   block->cache->tier->eviction().Touch(block, nullptr);
-  block->last_use_ns = parts_.clock->NowNs();
+  block->last_use = CoarseTime(parts_.clock->NowNs());
 }
 
 void BlockIndex::DropRawHold(PageRef ref) {
@@ -151,7 +164,8 @@ void BlockIndex::MakeUnevictable(Block* block) {
 void BlockIndex::Evict(Block* block, const Cache& taker) {
   parts_.metrics->evicted_blocks.Increment();
   parts_.metrics->evicted_bytes.Increment(static_cast<double>(block->bytes));
-  parts_.metrics->evicted_idle_seconds.Observe(static_cast<double>(parts_.clock->NowNs() - block->last_use_ns) * 1e-9);
+  const int64_t idle_ns = parts_.clock->NowNs() - block->last_use.ns();
+  parts_.metrics->evicted_idle_seconds.Observe(static_cast<double>(idle_ns) * 1e-9);
   Tier& tier = *block->cache->tier;
   tier.EvictBy(block, [&] { Unname(block, GoneReason::kEvicted, &taker); });
 }
@@ -166,16 +180,16 @@ void BlockIndex::Unname(Block* block, GoneReason reason, const Cache* taker) {
                                      .taker = taker == nullptr ? "" : absl::string_view(taker->tenant_label)});
   parts_.before_unname(block);
   block->cache->table.Erase(block);
+  unnamed_.insert(block);
   parts_.metrics->published_blocks.Decrement();
   if (block->holders == 0) Dispose(block);
 }
 
 void BlockIndex::Dispose(Block* block) {
   // Freeing the last page deletes the block, so count down from what is live now.
-  const std::shared_ptr<Cache> cache = block->cache;
+  const uint32_t layers = block->cache->layers();
   uint32_t live = block->all_pages.live();
   if (live == 0) return DeleteIfEmpty(block);
-  const uint32_t layers = cache->layers();
   // From the last layer on: a pool hands out first what was freed last, so the pages of the next block lie in the order
   // of their layers, and a GPU copies them as one piece.
   for (uint32_t at = 0; live > 0; ++at) {
@@ -199,7 +213,11 @@ void BlockIndex::FreePage(PageRef ref) {
 void BlockIndex::DeleteIfEmpty(Block* block) {
   if (block->all_pages.live() > 0 || block->holders > 0 || block->published) return;
   KV_CHECK(block->pins == 0 && block->jobs() == 0 && block->bytes == 0 && !block->evictable);
-  blocks_.erase_and_dispose(blocks_.iterator_to(*block), std::default_delete<Block>());
+  unnamed_.erase(block);
+  Cache& cache = *block->cache;
+  if (block->never_arrives) cache.failed_arrivals.erase(block);
+  delete block;
+  if (--cache.blocks == 0) caches_.erase(&cache);
 }
 
 bool BlockIndex::VerifyChecksums(const Block& block) {
@@ -233,7 +251,7 @@ Block* BlockIndex::Take(Block* block, Bytes bytes, MissReason* reason) {
 void BlockIndex::NoteCompared(Block* block, bool intact) {
   if (intact) {
     if (!block->is_resident()) return;  // some is still to be encoded, and was not compared
-    block->verified_ns = std::max<int64_t>(parts_.clock->NowNs(), 1);
+    block->verified = CoarseTime(parts_.clock->NowNs());
     return;
   }
   if (block->corrupt) return;
@@ -255,6 +273,7 @@ void BlockIndex::Name(Block* block, const BlockName& name, EvictionRun* run) {
   std::memcpy(&block->id, name.key.bytes.data(), sizeof(block->id));
   block->cache->tier->eviction().Named(run, block);
   block->cache->table.Insert(block);
+  unnamed_.erase(block);
   parts_.metrics->published_blocks.Increment();
   parts_.after_name(block);
 }
@@ -278,7 +297,10 @@ std::vector<Block*> BlockIndex::FindPrefix(Cache& cache, absl::Span<const BlockN
 }
 
 HitTier TakeHit(Block* block) {
-  if (std::exchange(block->from_disk, false)) return HitTier::kDisk;
+  if (block->from_disk) {
+    block->from_disk = false;
+    return HitTier::kDisk;
+  }
   return block->cache->tier->lower() == nullptr ? HitTier::kHost : HitTier::kDevice;
 }
 

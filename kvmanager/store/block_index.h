@@ -2,13 +2,13 @@
 // of transitions of their pages. On the store's thread.
 #pragma once
 
-#include <boost/intrusive/list.hpp>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/store/block.h"
@@ -39,7 +39,7 @@ class BlockIndex {
   };
 
   explicit BlockIndex(Parts parts) : parts_(std::move(parts)) {}
-  ~BlockIndex() { blocks_.clear_and_dispose(std::default_delete<Block>()); }
+  ~BlockIndex();
   BlockIndex(const BlockIndex&) = delete;
   BlockIndex& operator=(const BlockIndex&) = delete;
 
@@ -86,16 +86,13 @@ class BlockIndex {
   void CountHits(const MatchResult& match, const HitTierCounts& tiers);
   /// Whether kVerify looks at the block's bytes.
   bool IsUnverified(const Block& block) const {
-    return block.verified_ns == 0 || parts_.clock->NowNs() - block.verified_ns > BlockCheck::kVerifiedForNs;
+    return !block.verified.is_set() || parts_.clock->NowNs() - block.verified.ns() > BlockCheck::kVerifiedForNs;
   }
   /// Every page that may be compared was. intact: they are what was written; else the block loses its name.
   void NoteCompared(Block* block, bool intact);
 
-  // For CheckInvariants.
-  using Blocks = boost::intrusive::list<
-      Block, boost::intrusive::member_hook<Block, boost::intrusive::list_member_hook<Block::Link>, &Block::in_store>,
-      boost::intrusive::constant_time_size<false>>;
-  const Blocks& all() const { return blocks_; }
+  /// For CheckInvariants.
+  std::vector<const Block*> All() const;
   /// A holder that is no sequence and no move: a hand-off, an arrival or a check.
   void NoteHolder(Block* block) { ++block->other_holders; }
   void ForgetHolder(Block* block) {
@@ -118,7 +115,9 @@ class BlockIndex {
   void DeleteIfEmpty(Block* block);
 
   const Parts parts_;
-  Blocks blocks_;  // which it owns
+  // It owns the blocks: those without a name, and those in the tables of caches that have some.
+  absl::flat_hash_set<Block*> unnamed_;
+  absl::flat_hash_map<const Cache*, std::shared_ptr<Cache>> caches_;
 };
 
 }  // namespace kvmanager

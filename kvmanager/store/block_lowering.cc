@@ -37,7 +37,7 @@ struct BlockLowering::Job {
 
 bool BlockLowering::Lower(Block* block) {
   KV_CHECK(block->evictable && block->can_lower);
-  const std::shared_ptr<Cache> cache = block->cache;
+  const std::shared_ptr<Cache> cache = block->cache->shared_from_this();
   auto job = std::make_shared<Job>();
   job->block = block;
   job->cache = cache;

@@ -48,7 +48,7 @@ void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr
   ++to->leases;
   std::vector<MovingPage> pages;
   for (Block* source : blocks) {
-    KV_CHECK(source->cache == from);
+    KV_CHECK(source->cache == from.get());
     Block* const target = parts_.blocks->New(to, source->index);
     BlockMove::Pair pair;
     pair.from = source;
@@ -171,7 +171,7 @@ void BlockMoves::NotKept(const Block& block) {
 
 bool BlockMoves::Demote(Block* block) {
   KV_CHECK(block->evictable);
-  const std::shared_ptr<Cache> from = block->cache;
+  const std::shared_ptr<Cache> from = block->cache->shared_from_this();
   Tier& tier = *from->tier;
   if (!tier.can_move()) return false;
   if (const std::shared_ptr<Cache> counterpart = parts_.caches->FindIn(from->digest, tier.lower())) {

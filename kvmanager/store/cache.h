@@ -27,7 +27,7 @@ namespace kvmanager {
 
 class Tier;
 
-struct Cache {
+struct Cache : std::enable_shared_from_this<Cache> {
   CacheId id = 0;
   CacheConfig config;  // codec canonical
   CacheDigest digest;
@@ -47,6 +47,8 @@ struct Cache {
   const PageGauges* activation_gauges = nullptr;  // nullptr: this cache keeps none
   PageTable table;
   absl::flat_hash_map<BlockKey, Block*> arriving;  // being fetched: nobody else's, and not to be found yet
+  absl::flat_hash_map<const Block*, absl::Status> failed_arrivals;  // of Block::never_arrives
+  uint64_t blocks = 0;                                              // BlockIndex's
   uint64_t sequences = 0;
   uint64_t leases = 0;
   uint64_t opened = 0;     // order of openings, by clients and hand-offs

@@ -175,7 +175,7 @@ bool DiskWrites::Demote(Block* block) {
 }
 
 void DiskWrites::Start(Block* block, bool demotes) {
-  const std::shared_ptr<Cache> cache = block->cache;
+  const std::shared_ptr<Cache> cache = block->cache->shared_from_this();
   DiskRecord record;
   record.cache = cache->digest;
   record.name = block->name;
@@ -207,7 +207,7 @@ void DiskWrites::Start(Block* block, bool demotes) {
 }
 
 void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool demotes, bool durable) {
-  const std::shared_ptr<Cache> cache = block->cache;
+  const std::shared_ptr<Cache> cache = block->cache->shared_from_this();
   pinned_bytes_ -= bytes;
   if (demotes) {
     demoting_bytes_ -= bytes;

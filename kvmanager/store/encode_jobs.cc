@@ -94,7 +94,7 @@ void EncodeJobs::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const E
 }
 
 void EncodeJobs::Sample(const PageRef& ref) {
-  const std::shared_ptr<Cache> cache = ref.block->cache;
+  const std::shared_ptr<Cache> cache = ref.block->cache->shared_from_this();
   const Page page = ref.page();
   parts_.blocks->Pin(ref);
   ++cache->leases;

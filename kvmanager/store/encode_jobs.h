@@ -51,7 +51,7 @@ class EncodeWaiter {
  protected:
   /// Waits for `pages`, whose blocks the lease keeps, and `jobs`; resolves at once if there are none.
   void WaitFor(std::vector<PageRef> pages, IndexJobs jobs = {});
-  /// Every page waited for has its final form, or never will (Block::arrival).
+  /// Every page waited for has its final form, or never will (Block::never_arrives).
   virtual void Resolve() = 0;
   bool store_has_gone() const { return alive_.expired(); }
 

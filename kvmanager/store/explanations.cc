@@ -108,9 +108,9 @@ class ExplanationImpl final : public Explanation {
       out->cache = cache.id;
       out->other_tokens = name.tokens != TokenDigest() && name.tokens != tokens;
       const int64_t now_ns = parts_.clock->NowNs();
-      const bool holds = !retention.has_ended(now_ns), ends = holds && retention.until_ns != 0;
-      out->priority = holds ? retention.priority : Retention::kOfPolicy;
-      out->ends_ms = ends ? static_cast<uint64_t>((retention.until_ns - now_ns + 999999) / 1000000) : 0;
+      const bool holds = !retention.has_ended(now_ns), ends = holds && retention.until_ns() != 0;
+      out->priority = holds ? retention.priority() : Retention::kOfPolicy;
+      out->ends_ms = ends ? static_cast<uint64_t>((retention.until_ns() - now_ns + 999999) / 1000000) : 0;
     };
     if (out->place == BlockPlace::kMemory) return;
     if (const Block* const block = cache.table.FindKey(name.key)) {

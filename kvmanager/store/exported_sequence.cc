@@ -174,7 +174,7 @@ void ExportedSequence::OnFull(uint32_t block, uint32_t layer) {
 // All of one cache. A page is encoded once.
 void ExportedSequence::OnEncoded(absl::Span<const PageRef> pages) {
   for (const PageRef& ref : pages) {
-    if (ref.block->cache != cache_) return;
+    if (ref.block->cache != cache_.get()) return;
     if (ref.block->index >= header_.aged[ref.layer]) continue;
     const size_t at = first_at_[ref.layer] + ref.block->index;
     if (at >= holds_.pages.size() || holds_.pages[at].block != ref.block) continue;

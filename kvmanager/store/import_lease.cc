@@ -299,7 +299,8 @@ void ImportLeaseImpl::Break(const absl::Status& why) {
   for (ImportedSequence::NewBlock& block : in_->new_blocks) {
     if (!block.held) continue;
     block.block->corrupt = true;
-    block.block->arrival = status;
+    block.block->never_arrives = true;
+    block.block->cache->failed_arrivals[block.block] = status;
   }
   parts_.encodes->NotifyWaiters();
 }

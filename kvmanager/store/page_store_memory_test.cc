@@ -53,7 +53,7 @@ TEST_F(PageStoreMemoryTest, OfABlockAndOfItsLayers) {
   if (few == 0) GTEST_SKIP() << "this allocator does not say what it has given";
   const double layer = (many - few) / 32, block = few - 2 * layer;
   std::printf("%.0f bytes a block, and %.1f for each of its layers\n", block, layer);
-  EXPECT_LE(block, 340);
+  EXPECT_LE(block, 270);
   EXPECT_LE(layer, 24);
 }
 

@@ -57,7 +57,7 @@ class PrefixMatchImpl final : public PrefixMatch {
         }
         return unused_ > 0;
       }
-      const bool in_memory = next.place == BlockPlace::kMemory && next.block->cache.get() == places.own.cache;
+      const bool in_memory = next.place == BlockPlace::kMemory && next.block->cache == places.own.cache;
       if (in_memory && result_.in_memory == result_.hit_blocks) ++result_.in_memory;
       ++result_.hit_blocks;
     }

@@ -315,7 +315,8 @@ void Recovery::CheckInvariants() const {
   }
   for (const auto& [digest, of] : caches_) KV_CHECK(of_cache[digest] == of.blocks && of.blocks > 0);
   KV_CHECK(blocks == unclaimed_blocks_ && bytes == parts_.host->bytes().unclaimed);
-  for (const Block& block : parts_.blocks->all()) {
+  for (const Block* each : parts_.blocks->All()) {
+    const Block& block = *each;
     if (block.recorded == 0) continue;
     const KeptBlock record = parts_.manifest->Read(block.recorded);
     KV_CHECK(block.published && block.cache->tier == parts_.host && record.cache == block.cache->digest);

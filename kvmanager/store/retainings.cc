@@ -26,7 +26,7 @@ class RetainingImpl final : public Retaining {
     }
     const size_t end = std::min(done_ + kNamesOfPiece, names_.size());
     // What is to go early goes from the end on: no parent before its children, if some of them go between two pieces.
-    const bool backwards = retention_.priority < Retention::kOfPolicy;
+    const bool backwards = retention_.priority() < Retention::kOfPolicy;
     for (; done_ < end; ++done_) RetainOne(digest, names_[backwards ? names_.size() - 1 - done_ : done_]);
     copies_.clear();
     return done_ < names_.size();

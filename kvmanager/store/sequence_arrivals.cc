@@ -42,7 +42,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
 
   /// Of a fetch. A block of the target's memory that the caller holds, or of another that it holds until this returns.
   void AddBlock(Block* block) {
-    Source source{block, block->cache == to_};
+    Source source{block, block->cache == to_.get()};
     hit_tiers_.push_back(TakeHit(block));
     if (source.here) {
       parts_.blocks->NoteHolder(block);
@@ -218,7 +218,7 @@ absl::Status ArrivalLeaseImpl::Begin() {
   KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, wanted, &slots));
   std::vector<Block*> copies;
   if (!missing.empty()) {
-    const std::shared_ptr<Cache> from = missing[0]->cache;
+    const std::shared_ptr<Cache> from = missing[0]->cache->shared_from_this();
     parts_.moves->Start(from, to_, missing, forms, /*demotes=*/false, &slots, &copies);
   }
   size_t copied = 0;
@@ -274,7 +274,7 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> SequenceArrivals::Fetch(CacheId id
   for (Block* block : found) lease->AddBlock(block);
   // What the lease pins needs no holder.
   for (auto block = found.rbegin(); block != found.rend(); ++block) {
-    if ((*block)->cache != cache) parts_.blocks->Release(*block);
+    if ((*block)->cache != cache.get()) parts_.blocks->Release(*block);
   }
   lease->StartFetch(match, prompt_tokens);
   return lease;

@@ -146,7 +146,7 @@ absl::Status StoreInspector::SetQuotas(Quotas quotas) {
 // From the outside in.
 void StoreInspector::CheckInvariants() const {
   absl::flat_hash_set<const Block*> blocks;
-  for (const Block& block : parts_.blocks->all()) KV_CHECK(blocks.insert(&block).second);
+  for (const Block* block : parts_.blocks->All()) KV_CHECK(blocks.insert(block).second);
   const auto& sequences = parts_.sequences->all();
   for (const auto& tier : *parts_.tiers) tier->pool()->CheckInvariants();
   absl::flat_hash_map<const Block*, uint32_t> holders;
@@ -158,7 +158,7 @@ void StoreInspector::CheckInvariants() const {
     KV_CHECK(sequence.tokens.size() == cache.layers() && sequence.aged.size() == cache.layers());
     for (uint32_t i = 0; i < sequence.blocks.size(); ++i) {
       const Block* block = sequence.blocks[i];
-      KV_CHECK(blocks.contains(block) && block->index == i && block->cache == sequence.cache);
+      KV_CHECK(blocks.contains(block) && block->index == i && block->cache == sequence.cache.get());
       ++holders[block];
       bool full = true;
       for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
@@ -192,15 +192,15 @@ void StoreInspector::CheckInvariants() const {
   for (const SequenceTable::Left& left : parts_.sequences->left()) {
     KV_CHECK(left.cache->leases > 0);
     for (const Block* block : left.blocks) {
-      KV_CHECK(blocks.contains(block) && block->cache == left.cache);
+      KV_CHECK(blocks.contains(block) && block->cache == left.cache.get());
       ++holders[block];
       for (uint32_t layer = 0; layer < left.cache->layers(); ++layer) {
         if (block->index >= left.aged[layer]) ++raw_holds[{block, layer}];
       }
     }
   }
-  for (const Block& block : parts_.blocks->all()) {
-    if (block.other_holders > 0) holders[&block] += block.other_holders;
+  for (const Block* block : blocks) {
+    if (block->other_holders > 0) holders[block] += block->other_holders;
   }
   for (const ExportHolds& left : parts_.exports->left()) {
     KV_CHECK(left.cache->leases > 0 && left.pages.size() == left.numbers.size());
@@ -243,7 +243,8 @@ void StoreInspector::CheckInvariants() const {
     absl::flat_hash_map<PayerId, Tier::LadderBytes> ladders;
   };
   absl::flat_hash_map<const Tier*, TierSums> tiers;
-  for (const Block& block : parts_.blocks->all()) {
+  for (const Block* each : blocks) {
+    const Block& block = *each;
     Cache& cache = *block.cache;
     TierSums& tier = tiers[cache.tier];
     uint32_t pins = 0, jobs = 0, live_pages = 0;
@@ -305,7 +306,7 @@ void StoreInspector::CheckInvariants() const {
       if (block.can_lower) ladder.lowerable += bytes;
     }
     if (block.evictable && block.kept) tier.kept_bytes += bytes;
-    if (block.evictable && block.retention.priority > Retention::kOfPolicy) tier.kept_longer_bytes += bytes;
+    if (block.evictable && block.retention.priority() > Retention::kOfPolicy) tier.kept_longer_bytes += bytes;
     tier.used_bytes += bytes;
   }
   for (const auto& [block, count] : holders) KV_CHECK(blocks.contains(block));

@@ -172,8 +172,8 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   }
   // Of a page that nothing is awaited for.
   void ReadEncoded(const PageRef& ref, AttentionPage* out) {
-    if (!ref.block->arrival.ok()) {
-      status_.Update(ref.block->arrival);
+    if (ref.block->never_arrives) {
+      status_.Update(cache_->failed_arrivals.at(ref.block));
       return;
     }
     const Page page = ref.page();

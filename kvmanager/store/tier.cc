@@ -220,15 +220,16 @@ Block* Tier::NextToEvict(PayerId payer, const Cache& taker, const SlotCounts& wa
   // Where lowering has not kept up: what was lowered has slots of another size.
   if (next != nullptr && taker.rungs() > 1 && static_cast<Block*>(next)->rung() > 0 && LacksEncoded(taker, wanted)) {
     Evictable* const upper = eviction_->LowerableVictim(payer);
-    if (upper != nullptr && static_cast<Block*>(upper)->cache.get() == &taker) next = upper;
+    if (upper != nullptr && static_cast<Block*>(upper)->cache == &taker) next = upper;
   }
   const auto waits_for_disk = [&] {
-    return !next->kept && static_cast<Block*>(next)->rung() == 0 && next->retention.priority >= Retention::kOfPolicy &&
-           owner_->WritesSoon(*this) && bytes_.evictable - bytes_.kept <= pool_->capacity_bytes() / kUnkeptShare;
+    return !next->kept && static_cast<Block*>(next)->rung() == 0 &&
+           next->retention.priority() >= Retention::kOfPolicy && owner_->WritesSoon(*this) &&
+           bytes_.evictable - bytes_.kept <= pool_->capacity_bytes() / kUnkeptShare;
   };
   if (next == nullptr || !waits_for_disk()) return static_cast<Block*>(next);
   Evictable* const kept = eviction_->KeptVictim(payer);
-  const bool goes_for_it = kept != nullptr && kept->retention.priority <= Retention::kOfPolicy;
+  const bool goes_for_it = kept != nullptr && kept->retention.priority() <= Retention::kOfPolicy;
   return static_cast<Block*>(goes_for_it ? kept : next);
 }
 
