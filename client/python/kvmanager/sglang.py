@@ -22,9 +22,11 @@ from sglang.srt.mem_cache import hicache_storage as base
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from ._link import Link, Session, check_setting, share_lock
-from .cache import BlockNames, Cache, Sequence
+from .cache import BlockNames, Cache, Entries, Sequence
 from .errors import DeadlineExceededError, Error, UnavailableError
+from .host_pool import PageCopier, Piece, Pieces, Pool, Sides
 from .paged import Extent, Staging
+from .pending import Pending
 
 # What versions of SGLang differ in.
 PoolTransfer = getattr(base, "PoolTransfer", Any)
@@ -32,7 +34,6 @@ PoolTransferResult = getattr(base, "PoolTransferResult", Any)
 
 logger = logging.getLogger("sglang.kvmanager")
 
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SETTINGS = {
     "address": "unix:/run/kvmanager/kvmanager.sock",
     "codec": "raw",
@@ -40,7 +41,7 @@ _SETTINGS = {
     "tenant": "",
     "calibration_digest": "",
     "deadline_ms": 10000,
-    "staging_mib": 64,
+    "staging_mib": 512,
     "retention_priority": 50,
     "retention_ttl_s": 0,
 }
@@ -70,81 +71,6 @@ def check_retention(settings: dict) -> None:
             raise ValueError(f"{key} is {settings[key]}, must be 0..{most}")
     if settings["retention_ttl_s"] and settings["retention_priority"] == _OF_EVICTION:
         raise ValueError(f"retention_ttl_s is {settings['retention_ttl_s']}, must be 0 where no retention_priority is set")
-
-
-class Pool:
-    """A host pool of SGLang that has K and V: views of it by page, and its cache's identity. ValueError: it has another
-    shape."""
-
-    def __init__(self, host_pool: Any, config: HiCacheStorageConfig, name: str, settings: dict) -> None:
-        self.layout = getattr(host_pool, "layout", None)
-        self.page_tokens = host_pool.page_size
-        layers, heads = getattr(host_pool, "layer_num", None), getattr(host_pool, "head_num", None)
-        width = getattr(host_pool, "head_dim", None)
-        buffer = getattr(host_pool, "kv_buffer", None)
-        if None in (layers, heads, width) or not isinstance(buffer, torch.Tensor):
-            raise ValueError(f"{type(host_pool).__name__} has no K and V by head")
-        if getattr(host_pool, "v_head_dim", width) != width:
-            raise ValueError(f"v_head_dim is {host_pool.v_head_dim}, must be {width}")
-        if buffer.dtype not in _DTYPES:
-            raise ValueError(f"dtype is {buffer.dtype}, must be float16 or bfloat16")
-        if self.page_tokens not in range(16, 257, 16):
-            raise ValueError(f"page_size is {self.page_tokens}, must be a multiple of 16 in 16..256")
-        self.shape = (layers, self.page_tokens, heads, width)
-        self.dtype = buffer.dtype
-        self.sides = tuple(self._by_page(buffer[side]) for side in range(2))
-        self.pages = self.sides[0].shape[0]
-        self.page_bytes = 2 * layers * self.page_tokens * heads * width * buffer.dtype.itemsize
-        place = f"pp={config.pp_rank}/{config.pp_size}"
-        if getattr(config, "attn_cp_size", 1) > 1:
-            place += f",cp={config.attn_cp_rank}/{config.attn_cp_size}"
-        model = config.model_name or "model"
-        if len(model.encode()) > 256 or not model.isprintable():
-            model = "sha256:" + hashlib.sha256(model.encode()).hexdigest()
-        self.options = {
-            "model": model,
-            "revision": f"sglang:{place},pool={name}",
-            "tenant": settings["tenant"],
-            "layers": layers,
-            "kv_heads": heads,
-            "query_heads": heads,
-            "head_dim": width,
-            "page_tokens": self.page_tokens,
-            "dtype": _DTYPES[buffer.dtype],
-            "codec": without_sinks(settings["codec"]),
-            "lag_pages": settings["lag_pages"],
-            "calibration_digest": settings["calibration_digest"],
-            "tensor_parallel_rank": config.tp_rank,
-            "tensor_parallel_size": config.tp_size,
-        }
-
-    def _by_page(self, side: torch.Tensor) -> torch.Tensor:
-        """K or V of all pages as a view [pages][layers][page tokens][heads][head_dim]."""
-        if self.layout == "layer_first":
-            return side.unflatten(1, (-1, self.page_tokens)).transpose(0, 1)
-        if self.layout == "page_first":
-            return side.unflatten(0, (-1, self.page_tokens)).transpose(1, 2)
-        if self.layout == "page_first_direct":
-            return side
-        if self.layout == "page_head":
-            return side.permute(0, 3, 2, 1, 4)
-        raise ValueError(f"layout is {self.layout}, must be layer_first, page_first, page_first_direct or page_head")
-
-    def flat_views(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a flat page, as SGLang makes and takes them, as views [layers][page tokens][heads][head_dim]."""
-        layers, tokens, heads, width = self.shape
-        if self.layout == "page_first":
-            both = page.view(2, tokens, layers, heads, width).transpose(1, 2)
-        elif self.layout == "page_head":
-            both = page.view(2, heads, tokens, layers, width).permute(0, 3, 2, 1, 4)
-        else:
-            both = page.view(2, layers, tokens, heads, width)
-        return both[0], both[1]
-
-    def rows(self, extent: Extent, side: int) -> torch.Tensor:
-        """An extent's K or V as [pages][layers][page tokens][heads][head_dim]."""
-        layers, tokens, heads, width = self.shape
-        return extent.side(side).view(layers, extent.blocks, tokens, heads, width).transpose(0, 1)
 
 
 class Call:
@@ -185,12 +111,13 @@ class KvManagerHiCache(HiCacheStorage):
         self._settings = {**_SETTINGS, **given}
         for key, value in given.items():
             check_setting(key, value, _SETTINGS[key], _STAGING_MIB_MAX)
-        without_sinks(self._settings["codec"])
+        self._settings["codec"] = without_sinks(self._settings["codec"])
         check_retention(self._settings)
         self._retention_failed = False
         self._config = storage_config
         self._pools: dict[str, Pool] = {}
         self._link: Link | None = None
+        self._copier = PageCopier()
         self._misses = {"away": 0, "failed": 0}
 
     # Set-up.
@@ -230,9 +157,9 @@ class KvManagerHiCache(HiCacheStorage):
 
     # Calls, on SGLang's threads.
 
-    def _call(self, function: Callable[[Session], Any], otherwise: Any) -> Any:
+    def _call(self, function: Callable[[Session], Any], otherwise: Any, urgent: bool = True) -> Any:
         call = Call(function)
-        if self._link is None or not self._link.submit(call):
+        if self._link is None or not self._link.submit(call, urgent):
             self._misses["away"] += 1
             return otherwise
         call.wait()
@@ -253,60 +180,69 @@ class KvManagerHiCache(HiCacheStorage):
 
         return self._call(ask, [False] * len(keys)) if keys else []
 
-    def _set(self, name: str, keys: List[str], fill: Callable[[torch.Tensor, int, List[int]], None]) -> list[bool]:
-        """fill(rows, side, places): writes K (side 0) or V (1) of these keys to [places][layers]...[head_dim]."""
+    def _set(self, name: str, keys: List[str], page_of: Callable[[int], Sides]) -> list[bool]:
+        """page_of(place): K and V that key number `place` names."""
         done = [False] * len(keys)
         pool = self._pools.get(name)
 
         def store(session: Session) -> list[bool]:
-            cache, staging = session.cache(name), _staging(session, name, pool, self._settings)
+            cache, staging = session.cache(name), _staging(session, name, "stores", pool, self._settings)
             names = _names(cache, keys)
             done[:] = _there(cache, names, prefetch=False)
             if self._kept_longer():
                 self._retain(cache, [key for key, there in zip(keys, done) if there])
             missing = [place for place in range(len(keys)) if not done[place]]
-            size = min(staging.blocks, _BATCH_MAX)
-            for begin in range(0, len(missing), size):
-                places = missing[begin : begin + size]
-                with _Room(staging, len(places)) as extent:
-                    for side in range(2):
-                        fill(pool.rows(extent, side), side, places)
-                    _append(cache, pool, extent, [names[place] for place in places])
-                for place in places:
+
+            def write(piece: Piece) -> None:
+                self._link.run_urgent(session)  # who waits for a prompt does not wait for what is stored
+                piece.copies.wait()
+                _append(cache, pool, piece.extent, [names[place] for place in piece.places])
+                for place in piece.places:
                     done[place] = True
-                self._retain(cache, [keys[place] for place in places])
+                self._retain(cache, [keys[place] for place in piece.places])
+
+            with Pieces(staging, write) as pieces:
+                for places in pieces.cut(missing):
+                    piece = pieces.take(places)
+                    piece.copies = self._copier.begin(
+                        (pool.rows(piece.extent, at), page_of(place)) for at, place in enumerate(places)
+                    )
             return done
 
         if pool is None or not keys:
             return done
-        return self._call(store, done)
+        return self._call(store, done, urgent=False)
 
-    def _get(self, name: str, keys: List[str], take: Callable[[torch.Tensor, int, List[int]], None]) -> list[bool]:
-        """take(rows, side, places): reads K or V of these keys."""
+    def _get(self, name: str, keys: List[str], page_of: Callable[[int], Sides]) -> list[bool]:
+        """page_of(place): where K and V of key number `place` go."""
         done = [False] * len(keys)
         pool = self._pools.get(name)
 
         def load(session: Session) -> list[bool]:
-            cache, staging = session.cache(name), _staging(session, name, pool, self._settings)
-            size = min(staging.blocks, _BATCH_MAX)
-            for begin in range(0, len(keys), size):
-                some = range(begin, min(begin + size, len(keys)))
-                sequences = cache.create_sequences(_names(cache, [keys[place] for place in some]))
-                try:
-                    found = [(place, each) for place, each in zip(some, sequences) if each.hit_blocks == 1]
-                    if found:
-                        with _Room(staging, len(found)) as extent:
-                            _read(cache, pool, extent, [each for _, each in found])
-                            with torch.inference_mode():  # the caller's pages may be inference tensors
-                                for side in range(2):
-                                    take(pool.rows(extent, side), side, [place for place, _ in found])
-                        for place, _ in found:
-                            done[place] = True
-                        if self._kept_longer():
-                            self._retain(cache, [keys[place] for place, _ in found])
-                finally:
-                    for each in sequences:
-                        each.close()
+            cache, staging = session.cache(name), _staging(session, name, "loads", pool, self._settings)
+
+            def end(piece: Piece) -> None:
+                piece.copies.wait()
+                for place in piece.places:
+                    done[place] = True
+                if self._kept_longer():
+                    self._retain(cache, [keys[place] for place in piece.places])
+
+            with Pieces(staging, end) as pieces:
+                for some in pieces.cut(range(len(keys))):
+                    sequences = cache.create_sequences(_names(cache, [keys[place] for place in some]))
+                    try:
+                        found = [(place, each) for place, each in zip(some, sequences) if each.hit_blocks == 1]
+                        if not found:
+                            continue
+                        piece = pieces.take([place for place, _ in found])
+                        _read(cache, pool, piece.extent, [each for _, each in found])
+                        piece.copies = self._copier.begin(
+                            (page_of(place), pool.rows(piece.extent, at)) for at, place in enumerate(piece.places)
+                        )
+                    finally:
+                        for each in sequences:
+                            each.close()
             return done
 
         if pool is None or not keys:
@@ -359,15 +295,15 @@ class KvManagerHiCache(HiCacheStorage):
         pages = self._pages(name, keys, host_indices) if name in self._pools else None
         if pages is None:
             return [False] * len(keys)
-        sides = self._pools[name].sides
-        return self._get(name, keys, lambda rows, side, places: sides[side].index_copy_(0, pages[places], rows))
+        pool, numbers = self._pools[name], pages.tolist()
+        return self._get(name, keys, lambda place: pool.page(numbers[place]))
 
     def _set_pages(self, name: str, keys: List[str], host_indices: Optional[torch.Tensor]) -> list[bool]:
         pages = self._pages(name, keys, host_indices) if name in self._pools else None
         if pages is None:
             return [False] * len(keys)
-        sides = self._pools[name].sides
-        return self._set(name, keys, lambda rows, side, places: rows.copy_(sides[side][pages[places]]))
+        pool, numbers = self._pools[name], pages.tolist()
+        return self._set(name, keys, lambda place: pool.page(numbers[place]))
 
     # Version 2: several pools.
 
@@ -426,11 +362,7 @@ class KvManagerHiCache(HiCacheStorage):
             if each is None:
                 targets[place] = torch.empty(pool.page_bytes // pool.dtype.itemsize, dtype=pool.dtype)
 
-        def take(rows: torch.Tensor, side: int, places: List[int]) -> None:
-            for row, place in zip(rows, places):
-                pool.flat_views(targets[place])[side].copy_(row)
-
-        there = self._get(_KV, keys, take)
+        there = self._get(_KV, keys, lambda place: pool.flat_views(targets[place]))
         return [target if found else None for target, found in zip(targets, there)]
 
     def set(
@@ -453,11 +385,7 @@ class KvManagerHiCache(HiCacheStorage):
         if pool is None or values is None:
             return False
 
-        def fill(rows: torch.Tensor, side: int, places: List[int]) -> None:
-            for row, place in zip(rows, places):
-                row.copy_(pool.flat_views(values[place].contiguous())[side])
-
-        return all(self._set(_KV, keys, fill))
+        return all(self._set(_KV, keys, lambda place: pool.flat_views(values[place].contiguous())))
 
     def exists(self, key: str) -> bool:
         return self._exist(_KV, [key])[0]
@@ -479,6 +407,7 @@ class KvManagerHiCache(HiCacheStorage):
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
+        self._copier.close()
 
 
 def _leading(there: list[bool]) -> int:
@@ -506,38 +435,36 @@ def _digest(key: str) -> bytes:
     return digest
 
 
-def _staging(session: Session, name: str, pool: Pool, settings: dict) -> Staging:
-    """Of the link's thread, made once for a connection and pool."""
-    staging = session.state.get(name)
+def _staging(session: Session, name: str, use: str, pool: Pool, settings: dict) -> Staging:
+    """Half of the settings' for each use. Of the link's thread, made once for a connection and pool."""
+    staging = session.state.get((name, use))
     if staging is None:
-        arena = session.client.create_arena(max(pool.page_bytes, settings["staging_mib"] << 20))
+        arena = session.client.create_arena(max(pool.page_bytes, settings["staging_mib"] << 19))
         layers, tokens, heads, width = pool.shape
         memory = torch.from_dlpack(arena.tensor((arena.nbytes,), "uint8"))
-        staging = session.state[name] = Staging(memory, layers, tokens, heads, width, pool.dtype)
-        session.state[name, "arena"] = arena
+        staging = session.state[name, use] = Staging(memory, layers, tokens, heads, width, pool.dtype)
+        session.state[name, use, "arena"] = arena
     return staging
 
 
-class _Room:
-    """An extent for a while."""
-
-    def __init__(self, staging: Staging, blocks: int) -> None:
-        self._extent = staging.take(blocks)
-
-    def __enter__(self) -> Extent:
-        return self._extent
-
-    def __exit__(self, *_: object) -> None:
-        self._extent.close()
+def _wait(calls: list[Pending]) -> None:
+    """For all, whatever becomes of them: they read or write the same extent."""
+    failed: Error | None = None
+    for each in calls:
+        try:
+            each.wait()
+        except Error as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _append(cache: Cache, pool: Pool, extent: Extent, names: list[BlockNames]) -> None:
     """A sequence of one page for each name, published and given back."""
     sequences: list[Sequence] = cache.create_sequences([None] * len(names))
     try:
-        entries = [(each, 0, pool.page_tokens) for each in sequences]
-        for layer in range(pool.shape[0]):
-            cache.step(layer, entries, *extent.rows(layer))
+        entries = Entries((each, 0, pool.page_tokens) for each in sequences)
+        _wait([cache.step_async(layer, entries, *extent.rows(layer)) for layer in range(pool.shape[0])])
         for each, name in zip(sequences, names):
             each.publish(name)
     finally:
@@ -546,9 +473,8 @@ def _append(cache: Cache, pool: Pool, extent: Extent, names: list[BlockNames]) -
 
 
 def _read(cache: Cache, pool: Pool, extent: Extent, sequences: list[Sequence]) -> None:
-    entries = [(each, 0, pool.page_tokens) for each in sequences]
-    for layer in range(pool.shape[0]):
-        cache.read(layer, entries, *extent.rows(layer))
+    entries = Entries((each, 0, pool.page_tokens) for each in sequences)
+    _wait([cache.read_async(layer, entries, *extent.rows(layer)) for layer in range(pool.shape[0])])
 
 
 __all__ = ["KvManagerHiCache"]

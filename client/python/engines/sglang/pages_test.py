@@ -12,8 +12,11 @@ import hashlib
 import importlib.util
 import os
 import sys
+import threading
+import time
 import types
 import unittest
+from unittest import mock
 
 import kvmanager
 import torch
@@ -41,6 +44,7 @@ else:
         for _name in ("nms", "qnms"):
             _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+import kvmanager.sglang as backend_module
 from kvmanager.sglang import HiCacheStorageConfig, KvManagerHiCache
 
 LAYERS, HEADS, HEAD_DIM, PAGE, PAGES = 3, 2, 128, 64, 24
@@ -200,6 +204,65 @@ class PagesTest(DaemonTestCase):
             self.assertNotIn(None, flat)
             for page, got in zip(was, flat):
                 self.assertTrue(torch.equal(engine.pool[:, :, page].reshape(-1), got))
+
+    def test_pieces_of_which_some_pages_are_not_found(self) -> None:
+        """Pieces of three pages have one, three, two and none that the daemon has."""
+        keys, was = keys_of(60, 12), list(range(12))
+        there = [False, True, False, True, True, True, True, False, True, False, False, False]
+        with Engine(self.daemon.listen, seed=61, staging_mib=4) as engine:
+            stored = [place for place in was if there[place]]
+            self.assertEqual([True] * 6, engine.store([keys[place] for place in stored], stored))
+            engine.host.zero_()
+            self.assertEqual(there, engine.backend.batch_get_v1(keys, indices(was)))
+            self.assert_pages(engine.pool, stored, engine.host.to(DEVICE), stored)
+            self.assertEqual(0, int(engine.host[:, :, [place for place in was if not there[place]]].count_nonzero()))
+            self.assertEqual([True] * 12, engine.store(keys, was))
+            self.assertEqual([True] * 12, engine.backend.batch_get_v1(keys, indices([12 + place for place in was])))
+            self.assert_pages(engine.pool, was, engine.host.to(DEVICE), [12 + place for place in was])
+
+    def test_a_lookup_and_a_load_do_not_wait_for_a_store(self) -> None:
+        """They are done between two pieces of it."""
+        did: list[str] = []
+        keys, known = keys_of(50, 8), keys_of(51, 2)
+        append, read, there = backend_module._append, backend_module._read, backend_module._there
+        with Engine(self.daemon.listen, seed=52, staging_mib=2) as engine:  # a piece has one page
+            self.assertEqual([True] * 2, engine.store(known, [20, 21]))
+            found: list = []
+
+            def ask(call) -> threading.Thread:
+                waiting = len(engine.backend._link._urgent)
+                thread = threading.Thread(target=lambda: found.append(call()))
+                thread.start()
+                deadline = time.monotonic() + DEADLINE_S
+                while len(engine.backend._link._urgent) == waiting and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                return thread
+
+            threads: list[threading.Thread] = []
+
+            def store(*arguments) -> None:
+                if not threads:
+                    threads.append(ask(lambda: engine.backend.batch_exists(known)))
+                    threads.append(ask(lambda: engine.backend.batch_get_v1(known, indices([14, 15]))))
+                append(*arguments)
+                did.append("stored")
+
+            def load(*arguments) -> None:
+                read(*arguments)
+                did.append("loaded")
+
+            def look(*arguments, **options) -> list[bool]:
+                did.append("looked up" if options["prefetch"] else "looked for what is to be stored")
+                return there(*arguments, **options)
+
+            with mock.patch.multiple(backend_module, _append=store, _read=load, _there=look):
+                self.assertEqual([True] * 8, engine.store(keys, list(range(8))))
+            for thread in threads:
+                thread.join(DEADLINE_S)
+            between = ["looked up", "loaded", "loaded"]
+            self.assertEqual(["looked for what is to be stored", "stored", *between, *["stored"] * 7], did)
+            self.assertEqual([2, [True] * 2], found)
+            self.assert_pages(engine.pool, [20, 21], engine.host.to(DEVICE), [14, 15])
 
     def test_the_daemon_dies_and_comes_back(self) -> None:
         keys, pages = keys_of(30, 4), [3, 4, 5, 6]
