@@ -134,24 +134,31 @@ class CostEviction final : public CostEvictionPolicy {
     }
     return Choose(of->second, which, &choice);
   }
-  // Of each kind and age that has some, the first stands for all.
+  // Of each kind and age that has some, the first stands for all. Of those that are worth the same the one used longest
+  // ago goes first, so a choice serves until the next of them has been waiting for longer.
   Evictable* Choose(const Payer& payer, Of which, Choice* choice) const {
     Evictable* best = nullptr;
     double least_worth = 0;
+    uint64_t rival = UINT64_MAX;  // the last use of the next that is worth the same
     for (int kind = 0; kind < ReturnModel::kKinds; ++kind) {
       Evictable* block = payer.kinds[kind].First(which);
       while (block != nullptr) {
         const int age = ReturnModel::AgeOf(uses_ - block->last_use);
         const uint64_t most_use = uses_ - ReturnModel::LeastOf(age);
         const double worth = WorthOf(*block, age);
-        if (best == nullptr || worth < least_worth || (worth == least_worth && block->last_use < best->last_use)) {
+        const bool ties = best != nullptr && worth == least_worth;
+        if (best == nullptr || worth < least_worth || (ties && block->last_use < best->last_use)) {
+          rival = ties ? best->last_use : UINT64_MAX;
           best = block;
           least_worth = worth;
           *choice = {block->last_use, most_use, uses_ / kChooseEvery * kChooseEvery + kChooseEvery, kind};
+        } else if (ties) {
+          rival = std::min(rival, block->last_use);
         }
         block = payer.kinds[kind].First(which, most_use + 1);
       }
     }
+    choice->most_use = std::min(choice->most_use, rival - 1);
     return best;
   }
 

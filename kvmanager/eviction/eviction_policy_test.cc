@@ -139,6 +139,7 @@ class CostReference final : public Reference {
       if (next != nullptr) return next;
     }
     double least = 0;
+    std::vector<uint64_t> worth_least;  // when those were used that are worth `least`
     for (Evictable* const block : of_payer) {
       const Note& note = notes_[block->id];
       if (std::any_of(of_payer.begin(), of_payer.end(), [&](Evictable* other) { return StandsFor(other, note); })) {
@@ -146,6 +147,8 @@ class CostReference final : public Reference {
       }
       const double worth = model_.worth(note.kind, ReturnModel::AgeOf(uses_ - note.at)) *
                            static_cast<double>(block->tokens) / static_cast<double>(block->bytes);
+      if (next == nullptr || worth < least) worth_least.clear();
+      if (next == nullptr || worth <= least) worth_least.push_back(note.at);
       if (next == nullptr || worth < least || (worth == least && note.at < notes_[next->id].at)) {
         next = block;
         least = worth;
@@ -155,6 +158,8 @@ class CostReference final : public Reference {
     const Note& note = notes_[next->id];
     choice = {note.kind, note.at, uses_ - ReturnModel::LeastOf(ReturnModel::AgeOf(uses_ - note.at)),
               uses_ / 64 * 64 + 64};
+    std::sort(worth_least.begin(), worth_least.end());
+    if (worth_least.size() > 1) choice.most = std::min(choice.most, worth_least[1] - 1);
     return next;
   }
 
@@ -440,6 +445,53 @@ TEST(CostEvictionTest, KeepsWhatIsExpectedToReturn) {
     Evictable* const victim = policy->Victim(0);
     EXPECT_TRUE(victim >= once.data() && victim < once.data() + once.size()) << i;
     policy->Remove(victim);
+  }
+}
+
+// Prompts that never return, written in pieces as vLLM's connector does, each a run of its own; the first block, a
+// sink, takes more bytes. The newest stay, and are whole.
+TEST(CostEvictionTest, OfPromptsInPiecesTheNewestStay) {
+  constexpr uint32_t kPieces[] = {4, 8, 16, 32, 32, 32, 4};
+  constexpr uint32_t kBlocks = 128;
+  for (const size_t fit : {30, 100, 350}) {
+    const auto policy = MakeCostEviction();
+    std::vector<std::vector<Evictable>> prompts(fit * 8 / 5, std::vector<Evictable>(kBlocks));
+    const uint64_t capacity = fit * (kBlocks * 10 + 45);
+    uint64_t used = 0, id = 1;
+    for (auto& blocks : prompts) {
+      uint32_t first = 0;
+      for (const uint32_t count : kPieces) {
+        EvictionRun run;
+        for (uint32_t i = first; i < first + count; ++i) {
+          Evictable& block = blocks[i];
+          block.index = i;
+          block.tokens = 64;
+          block.id = id++;
+          block.bytes = i == 0 ? 55 : 10;
+          while (used + block.bytes > capacity) {
+            Evictable* const victim = policy->Victim(0);
+            policy->Evicted(*victim);
+            policy->Remove(victim);
+            used -= victim->bytes;
+            victim->bytes = 0;
+          }
+          used += block.bytes;
+          policy->Named(&run, &block);
+        }
+        for (uint32_t i = first + count; i-- > first;) {
+          policy->Touch(&blocks[i], &run);
+          policy->Add(&blocks[i]);
+        }
+        first += count;
+      }
+    }
+    size_t whole = 0;
+    while (whole < prompts.size() &&
+           std::all_of(prompts[prompts.size() - 1 - whole].begin(), prompts[prompts.size() - 1 - whole].end(),
+                       [](const Evictable& block) { return block.bytes > 0; })) {
+      ++whole;
+    }
+    EXPECT_GE(whole, fit * 98 / 100) << fit;
   }
 }
 

@@ -72,8 +72,8 @@ void ReturnModel::Advance(uint64_t now) {
 }
 
 void ReturnModel::Evaluate() {
-  // Of all kinds.
-  std::array<double, kAges> hazard{};
+  // Of all kinds: what is believed, and what was seen.
+  std::array<double, kAges> hazard{}, seen{};
   double likelier = 1;  // than the prior has it, by the ages before: who never returns soon hardly returns late
   for (int age = 0; age + 1 < kAges; ++age) {
     double returned = 0, reached = 0;
@@ -86,13 +86,15 @@ void ReturnModel::Evaluate() {
     const double prior = 1 - std::pow(waited(age) / waited(age + 1), kPriorPower);
     hazard[age] = std::min(0.999, (returned + kPriorBlocks * prior * likelier) / (reached + kPriorBlocks));
     likelier = hazard[age] / prior;
+    seen[age] = reached > 0 ? std::min(1.0, returned / reached) : 0;
   }
   for (int kind = 0; kind < kKinds; ++kind) {
     double returned = 0, expected = 0;
     for (int age = 0; age + 1 < kAges; ++age) {
       returned += returned_[kind][age];
-      expected += reached_[kind][age] * hazard[age];
+      expected += reached_[kind][age] * seen[age];
     }
+    // By what was seen alone: where nothing has returned, a kind of many blocks is no worse than one of few.
     const double factor = (returned + kPriorReturns) / (expected + kPriorReturns);
     for (int age = 0; age + 1 < kAges; ++age) hazard_[kind][age] = 1 - std::pow(1 - hazard[age], factor);
     for (int age = 0; age < kAges; ++age) {

@@ -62,6 +62,19 @@ TEST(ReturnModelTest, WhereNothingReturnsTheOldestIsWorthLeast) {
   }
 }
 
+// A kind of many blocks has more that did not return, which says nothing while none has.
+TEST(ReturnModelTest, WhereNothingReturnsAllKindsAreWorthTheSame) {
+  ReturnModel model;
+  for (uint64_t now = 1; now <= 60000; ++now) {
+    model.Use(now % 50 == 0 ? kReturning : kOnce, now);
+    if (now % ReturnModel::kAdvanceEvery == 0) model.Advance(now);
+    if (now % ReturnModel::kEvaluateEvery == 0) model.Evaluate();
+  }
+  for (int age = 0; age + 1 < ReturnModel::kAges; ++age) {
+    EXPECT_EQ(model.worth(kOnce, age), model.worth(kReturning, age)) << age;
+  }
+}
+
 TEST(ReturnModelTest, LearnsWhoReturnsAndWhen) {
   ReturnModel model;
   Teach(model, 100000);
