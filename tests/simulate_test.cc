@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
@@ -54,6 +55,18 @@ struct Replayed {
   uint64_t block_bytes = 0;  // encoded, on the first rung
 };
 
+// The simulator lowers at once: so workers end what they have before the next request.
+absl::Status AwaitLowering(const DaemonProcess& daemon) {
+  absl::Status failed;
+  const bool ended = Eventually([&] {
+    const absl::StatusOr<MetricsPage> page = Scrape(daemon);
+    failed.Update(page.status());
+    return !failed.ok() || page->Sum("kvmanager_lowering_bytes") == 0;
+  });
+  if (failed.ok() && !ended) return absl::DeadlineExceededError("blocks are still being lowered");
+  return failed;
+}
+
 // Blocks that hit in a daemon with such a pool, of each request in turn.
 absl::StatusOr<Replayed> ReplayThroughDaemon(const Trace& trace, const std::string& policy, uint64_t pool_bytes,
                                              const CacheOptions& shape = TinyCache()) {
@@ -65,6 +78,7 @@ absl::StatusOr<Replayed> ReplayThroughDaemon(const Trace& trace, const std::stri
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<client::Cache> cache, client->OpenCache(shape));
   Replayed result{.block_bytes = cache->description().encoded_page_bytes};
   ReplayResult::Part& part = result.part;
+  const bool is_ladder = absl::StartsWith(shape.codec, "ladder=");
   const uint32_t page_tokens = static_cast<uint32_t>(shape.page_tokens);
   const size_t row_bytes = static_cast<size_t>(shape.kv_heads) * shape.head_dim * 2;
   std::vector<uint32_t> tokens;
@@ -98,6 +112,7 @@ absl::StatusOr<Replayed> ReplayThroughDaemon(const Trace& trace, const std::stri
       at += count;
     }
     KV_RETURN_IF_ERROR(made.sequence->Publish(names).status());
+    if (is_ladder) KV_RETURN_IF_ERROR(AwaitLowering(*daemon));
   }
   return result;
 }
@@ -132,7 +147,7 @@ TEST_P(SimulateTest, ADaemonHasTheHitsThatAreForetold) {
 }
 
 // What the simulator knows nothing of: raw pages of the running sequence, slabs that hold slots of one size alone, and
-// some that are kept free; and workers that are late leave pages raw for longer. A pool of few slabs has much less.
+// some that are kept free. A pool of few slabs has much less.
 TEST(SimulateLadderTest, ADaemonHasAboutTheHitsThatAreForetold) {
   if (kSanitized) GTEST_SKIP() << "takes minutes";
   const Trace trace = simulator::MakeTrace(/*seed=*/3, /*requests=*/5000);

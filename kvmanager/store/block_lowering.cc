@@ -69,7 +69,7 @@ bool BlockLowering::Lower(Block* block) {
   job->checksums.resize(job->items.size());
   job->measured = block->index % job->items.size();
   ++cache->leases;
-  tier.Count(&Tier::Bytes::lowering, static_cast<int64_t>(job->slot_bytes));
+  Count(&tier, static_cast<int64_t>(job->slot_bytes));
   jobs_.push_back(job);
 
   std::vector<absl::AnyInvocable<void()>> tasks;
@@ -100,6 +100,11 @@ bool BlockLowering::Lower(Block* block) {
   return true;
 }
 
+void BlockLowering::Count(Tier* tier, int64_t bytes) {
+  tier->Count(&Tier::Bytes::lowering, bytes);
+  parts_.metrics->lowering_bytes.Set(static_cast<double>(tier->bytes().lowering));
+}
+
 bool BlockLowering::CanSettle(const Job& job) const {
   const Block& block = *job.block;
   if (!block.published || block.holders > 0 || block.jobs() > 0 || block.pins != job.pages.size()) return false;
@@ -126,7 +131,7 @@ void BlockLowering::End(const std::shared_ptr<Job>& job) {
   const std::shared_ptr<Cache> cache = job->cache;
   Tier& tier = *cache->tier;
   Block* const block = job->block;
-  tier.Count(&Tier::Bytes::lowering, -static_cast<int64_t>(job->slot_bytes));
+  Count(&tier, -static_cast<int64_t>(job->slot_bytes));
   if (job->corrupt.load(std::memory_order_relaxed)) {
     parts_.blocks->NoteCompared(block, /*intact=*/false);
   } else if (CanSettle(*job)) {

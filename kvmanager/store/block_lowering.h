@@ -51,6 +51,8 @@ class BlockLowering {
  private:
   struct Job;
   void End(const std::shared_ptr<Job>& job);
+  /// Bytes more, or less, of slots that blocks are being lowered to.
+  void Count(Tier* tier, int64_t bytes);
   /// Nobody has taken it, and every page was encoded.
   bool CanSettle(const Job& job) const;
   void Settle(Job& job);

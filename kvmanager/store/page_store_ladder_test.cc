@@ -106,6 +106,7 @@ class PageStoreLadderTest : public testing::PageStoreOnDiskTest {
       store().Drop(sequence);
       Turns();
     }
+    EXPECT_GT(metrics().lowering_bytes.Value(), 0);
     CheckAll();
   }
   void CheckAll() { store().report().CheckInvariants(); }
@@ -203,6 +204,7 @@ TEST_F(PageStoreLadderTest, APurgeMeanwhileLeavesNothing) {
   Finish();
   CheckAll();
   EXPECT_EQ(test().pool->slot_bytes_used(), 0u);
+  EXPECT_EQ(metrics().lowering_bytes.Value(), 0);
   EXPECT_EQ(Lowered(), lowered);
 }
 

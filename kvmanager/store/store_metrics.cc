@@ -80,6 +80,8 @@ StoreMetrics::StoreMetrics(Metrics* m)
                                        "Unclaimed blocks that were given up: for room, by a purge, as no cache's")),
       evictable_bytes(
           m->Gauge("evictable_bytes", "Bytes of published blocks that nothing pins, unclaimed ones among them")),
+      lowering_bytes(
+          m->Gauge("lowering_bytes", "Bytes of the host pool's slots that ladders' blocks are encoded into")),
       pool_capacity_bytes(m->Gauge("pool_capacity_bytes", "Bytes of the host pool")),
       pool_used_bytes(m->Gauge("pool_used_bytes", "Bytes of the host pool's slots in use")),
       attend_leases(m->Gauge("leases", kLeaseHelp, {{"kind", "attend"}})),

@@ -91,6 +91,7 @@ struct StoreMetrics {
   prometheus::Counter& unrecovered_blocks;
   prometheus::Counter& unclaimed_lost_blocks;
   prometheus::Gauge& evictable_bytes;
+  prometheus::Gauge& lowering_bytes;
   prometheus::Gauge& pool_capacity_bytes;
   prometheus::Gauge& pool_used_bytes;
   prometheus::Gauge& attend_leases;
