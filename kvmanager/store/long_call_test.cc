@@ -180,7 +180,9 @@ TEST_F(LongCallTest, TheyOutliveTheirStore) {
     const AttendEntry entries[] = {last, {*store().Fork(made), last.position, 1}};
     listings.push_back(*store().long_calls().BeginAttend(cache_, 0, entries));
     EXPECT_EQ(listings.back()->DoPiece(), Next::kPiece);
-    if (more_pieces == 1) EXPECT_EQ(listings.back()->DoPiece(), Next::kDone);
+    if (more_pieces == 1) {
+      EXPECT_EQ(listings.back()->DoPiece(), Next::kDone);
+    }
   }
   test().store.reset();
   for (auto& listing : listings) {
