@@ -1,4 +1,5 @@
-"""A minute of tools/chaos, another with a disk, and that its seed says what happens."""
+"""A minute of tools/chaos, another with a disk, half of one with power cuts where file systems can be mounted, and that a seed
+says what happens."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import unittest
 import kvmanager_testing
 import source_tree
 
+sys.path.append(os.path.join(source_tree.root(), "tools"))
+import power_cut
+
 _MINUTES = 1
+_POWER_CUT_MINUTES = 0.5
 
 
 def _chaos(*arguments: str) -> subprocess.CompletedProcess:
@@ -33,10 +38,19 @@ class Chaos(unittest.TestCase):
         print(done.stdout)
 
     def test_a_minute_of_a_disk(self) -> None:
+        self.disk("--minutes", str(_MINUTES))
+
+    def test_half_a_minute_of_power_cuts(self) -> None:
+        if lack := power_cut.missing("ext4"):
+            self.skipTest(f"power cuts under a real file system need {lack}")
+        said = self.disk("--minutes", str(_POWER_CUT_MINUTES), "--power-cut", "ext4")
+        self.assertRegex(said, r"power cut [1-9]")
+        self.assertRegex(said, r"kept: all [1-9]\d*, some [1-9]\d*, nothing [1-9]")
+
+    def disk(self, *arguments: str) -> str:
         done = _chaos(
             "--disk",
-            "--minutes",
-            str(_MINUTES),
+            *arguments,
             "--kvmanagerd",
             kvmanager_testing.daemon_program(),
             "--disk-stress",
@@ -48,6 +62,7 @@ class Chaos(unittest.TestCase):
         # That nothing is lost says something only of what was looked for.
         self.assertRegex(done.stdout, r"texts: durable [1-9]\d*, purged \d+, compared [1-9]")
         print(done.stdout)
+        return done.stdout
 
     def test_a_seed_is_a_schedule(self) -> None:
         plans = [_chaos("--plan", "--rounds", "50", "--seed", seed).stdout for seed in ("7", "7", "8")]
@@ -58,6 +73,7 @@ class Chaos(unittest.TestCase):
 
     def test_wrong_usage(self) -> None:
         self.assertEqual(_chaos("--clients", "0").returncode, 2)
+        self.assertEqual(_chaos("--power-cut", "ext4").returncode, 2)
 
 
 if __name__ == "__main__":

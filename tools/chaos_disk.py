@@ -4,8 +4,11 @@ durable.
 In each round kvmanagerd starts on the folder that the last one left, a client (tests/disk_stress.cc) checks it against a
 file of what is expected, publishes more, and notes there what is durable; then, at a moment that the seed says, the
 daemon is killed (kill -9), ended by SIGTERM, or upgraded (kvctl upgrade), after which it is the next round's. In half of
-the rounds the keeper of its memory is killed behind it, so that the disk alone has what comes back. In some the disk fails now and then (failpoints: writes, reads, syncs). These are
-counted, and each must be 0:
+the rounds the keeper of its memory is killed behind it, so that the disk alone has what comes back. In some the disk fails now and then (failpoints: writes, reads, syncs).
+
+With --power-cut the disk is a real file system on one whose power is cut in most rounds (power_cut.py): what the kernel
+had not written is lost, and of what was written and not synced some, as the seed says, and the memory. Then the file
+system is mounted anew. These are counted, and each must be 0:
 
   lost         a block that was durable is not there
   wrong        a block has other bytes than were published
@@ -31,10 +34,15 @@ import sys
 import tempfile
 import time
 
+import power_cut
+
 COUNTS = ("lost", "wrong", "back", "failed start", "unexpected")
 START_S = 30
 VERIFY_S = 60
 FAILPOINTS = ("disk.write", "disk.read", "disk.sync")
+DISK_BYTES = 4 << 30
+ENDS = {"kill -9": 5, "SIGTERM": 2, "upgrade": 3}  # and how often each is drawn
+ENDS_WITH_CUTS = {"kill -9": 2, "SIGTERM": 1, "upgrade": 1, "power cut": 8}
 
 
 def _die_with_parent() -> None:
@@ -47,7 +55,14 @@ class DiskChaos:
         self.counts = dict.fromkeys(COUNTS, 0)
         self._upgraded: tuple[subprocess.Popen, str, str] | None = None  # a daemon that runs
         self._faulty = False  # it has failpoints
-        self.events = {"kill -9": 0, "SIGTERM": 0, "upgrade": 0, "keeper killed": 0, "with failpoints": 0}
+        self._disk = folder / "disk"
+        self._power: power_cut.PowerCutDisk | None = None
+        if options.power_cut:
+            self._power = power_cut.PowerCutDisk(folder / "power", options.power_cut, 2 * DISK_BYTES)
+            self._power.mount()
+            self._disk = self._power.path / "disk"
+        self._ends = ENDS_WITH_CUTS if options.power_cut else ENDS
+        self.events = {**dict.fromkeys(self._ends, 0), "keeper killed": 0, "with failpoints": 0}
         self.sums: dict[str, int] = {}
         self.notes: list[str] = []
         self.rounds = 0
@@ -68,7 +83,7 @@ class DiskChaos:
             log.flush()
             daemon = subprocess.Popen(
                 [self._options.kvmanagerd, "--listen", listen, "--host-pool-bytes", "24MiB"]
-                + ["--disk-path", str(self._folder / "disk"), "--disk-bytes", "4GiB"]
+                + ["--disk-path", str(self._disk), "--disk-bytes", str(DISK_BYTES)]
                 + ["--state-dir", str(self._folder / "state"), "--state-keep-s", "60"]
                 + ["--metrics-listen", "127.0.0.1:0", "--threads", "2", "--drain-s", "2"],
                 stdin=subprocess.DEVNULL,
@@ -143,10 +158,14 @@ class DiskChaos:
         time.sleep(draw.uniform(0.0, 0.6))
         if daemon.poll() is not None:
             self._note("unexpected", f"the daemon ended with {daemon.returncode} by itself")
-        how = draw.choices(("kill -9", "SIGTERM", "upgrade"), (5, 2, 3))[0]
+        how = draw.choices(list(self._ends), list(self._ends.values()))[0]
         gently = how == "SIGTERM"
         self.events[how] += 1
-        if gently:
+        if how == "power cut":
+            client.send_signal(signal.SIGSTOP)  # else it takes what is given up for written
+            os.waitid(os.P_PID, client.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            self._power.cut(draw.randrange(1 << 32))
+        if how in ("SIGTERM", "power cut"):
             client.kill()  # else its sequence is waited for
         if how == "upgrade":
             self._upgrade(daemon, listen)
@@ -158,8 +177,11 @@ class DiskChaos:
             if gently and code != 0:
                 self._note("unexpected", f"the daemon ended with {code} at SIGTERM")
             daemon.stdout.close()
-        if draw.random() < 0.5:
+        if draw.random() < 0.5 or how == "power cut":
             self.events["keeper killed"] += self._kill_keeper()
+        if how == "power cut":
+            self._power.unmount()
+            self._power.mount()
         try:
             rest, _ = client.communicate(timeout=VERIFY_S)
         except subprocess.TimeoutExpired:
@@ -168,7 +190,7 @@ class DiskChaos:
             self._note("unexpected", "the client did not end with its daemon")
         for line in rest.splitlines():
             self._take(line)
-        if not gently and client.returncode not in (0, 1):  # 1: it has said why
+        if how in ("kill -9", "upgrade") and client.returncode not in (0, 1):  # 1: it has said why
             self._note("unexpected", f"the client ended with {client.returncode}")
 
     def _take(self, line: str) -> bool:
@@ -204,10 +226,15 @@ class DiskChaos:
             self._upgraded[0].wait()
             self._upgraded[0].stdout.close()
         self._kill_keeper()
+        if self._power is not None:
+            self._power.close()
 
     def summary(self) -> str:
         lines = [f"{self.rounds} rounds in {self.seconds:.0f} s, seed {self._options.seed}"]
         lines.append("events: " + ", ".join(f"{name} {count}" for name, count in self.events.items()))
+        if self._power is not None:
+            lines.append("unsynced writes at cuts, by what was kept: "
+                         + ", ".join(f"{kept} {count}" for kept, count in self._power.unsynced.items()))
         lines.append("texts: " + ", ".join(f"{name} {count}" for name, count in self.sums.items()))
         lines.append(", ".join(f"{name} {count}" for name, count in self.counts.items()))
         return "\n".join(lines)
@@ -218,8 +245,10 @@ def run(options: argparse.Namespace) -> int:
     print(f"seed {options.seed}", flush=True)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="kvchaos", dir=options.folder))
     chaos = DiskChaos(options, folder)
-    chaos.run()
-    chaos.end()
+    try:
+        chaos.run()
+    finally:
+        chaos.end()
     print("\n" + chaos.summary())
     for text in chaos.notes[:50]:
         print(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 ALONE, OFFLOAD = "vllm", "offload"
+VLLM = {ALONE: "vLLM alone", OFFLOAD: "vLLM's own offload"}  # an engine's own ways, and how tables call them
 CODECS = {"raw": "raw", "k4v3": "hack:k_bits=4,v_bits=3", "k3v2": "hack:k_bits=3,v_bits=2"}
 # Raw bytes over a codec's, at most: how many prompts fill a pool for certain.
 _COMPRESSION_MAX = {None: 1.0, "raw": 1.0, CODECS["k4v3"]: 5.0, CODECS["k3v2"]: 7.0}
@@ -39,15 +40,13 @@ class Configuration:
                 "kv_connector_extra_config": {"address": address, "codec": self.codec, **settings}}
 
 
-def parse(text: str) -> Configuration:
-    """A name of `--configs`, or NAME=CODEC."""
-    if text == ALONE:
-        return Configuration(text, "vLLM alone")
-    if text == OFFLOAD:
-        return Configuration(text, "vLLM's own offload")
+def parse(text: str, own: dict[str, str] = VLLM) -> Configuration:
+    """A name of `--configs`, or NAME=CODEC. own: the engine's own ways."""
+    if text in own:
+        return Configuration(text, own[text])
     name, _, codec = text.partition("=")
     codec = codec or CODECS.get(name, "")
-    if not name or not codec or name in (ALONE, OFFLOAD):
-        known = ", ".join((ALONE, OFFLOAD, *CODECS))
+    if not name or not codec or name in own:
+        known = ", ".join((*own, *CODECS))
         raise ValueError(f"configuration is {text!r}, must be one of {known}, or NAME=CODEC")
     return Configuration(name, f"kvmanager {name}", codec)

@@ -1,6 +1,9 @@
-"""An engine's own counters, and the rates in them."""
+"""Counters of an engine and of kvmanagerd, and the rates in them."""
 
 from __future__ import annotations
+
+import re
+import urllib.request
 
 _KEPT = ("kvmanager", "kv_offload", "prefix_cache", "prompt_tokens", "preempt")
 
@@ -21,6 +24,12 @@ def read(registry) -> dict[str, float]:
             if sample.name == metric.name + suffix:
                 found[name] = found.get(name, 0.0) + sample.value
     return found
+
+
+def daemon_metrics(address: str) -> dict[str, float]:
+    """Series of kvmanagerd without labels."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+        return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", page.read().decode(), re.MULTILINE)}
 
 
 def change(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

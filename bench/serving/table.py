@@ -1,4 +1,4 @@
-"""The table of a comparison: a column for each configuration, rows of figures and of their ratios to vLLM's own."""
+"""The table of a comparison of vLLM's engines: rows of figures, and of their ratios to vLLM's own."""
 
 from __future__ import annotations
 
@@ -6,30 +6,13 @@ import statistics
 from typing import Callable
 
 from configurations import ALONE, OFFLOAD, Configuration
-from intervals import quantile, ratio_of_medians
+from rows import NONE, Rows, Samples, milliseconds, number, tokens
 from scale import GIB, Scale
 from summary import Figures
 
-NONE = "-"
-_ERRORS_SHOWN = 300  # characters of one
 
-
-def _k(tokens: int) -> str:
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
-
-
-def _milliseconds(values: list[float] | None) -> str:
-    if not values:
-        return NONE
-    return f"{1e3 * statistics.median(values):.0f}, {1e3 * quantile(values, 0.99):.0f} ({len(values)})"
-
-
-def _per_second(values: list[float] | None) -> str:
+def _per_second(values: Samples) -> str:
     return f"{statistics.median(values):,.0f} ({len(values)})" if values else NONE
-
-
-def _number(value: float | None, form: str) -> str:
-    return NONE if value is None else format(value, form)
 
 
 class Table:
@@ -40,65 +23,51 @@ class Table:
     ) -> None:
         self._columns, self._scale, self._token, self._limits = columns, scale, bytes_of_token, limits
         self._bases = [(each, found) for each, found in columns.items() if each.name in (ALONE, OFFLOAD)]
-        self._rows: list[list[str]] = []
+        self._rows = Rows(columns)
 
     def markdown(self) -> str:
-        self._rows = [["", *(configuration.label for configuration in self._columns)]]
+        """Once."""
         for length in ("short", "long"):
-            self._length(length, _k(getattr(self._scale, length)))
+            self._length(length, tokens(getattr(self._scale, length)))
         for length in ("short", "long"):
-            self._disk(length, _k(getattr(self._scale, length)))
-        short, unique = _k(self._scale.short), _k(self._scale.unique)
+            self._disk(length, tokens(getattr(self._scale, length)))
+        short, unique = tokens(self._scale.short), tokens(self._scale.unique)
         self._samples(f"{short}, four at once: prompt tokens/s", _per_second, lambda found: found.rates.get("short at once"))
-        self._row(f"{short}, four at once: hits", lambda found: _number(found.hits.get("short at once"), ".1%"))
+        self._rows.row(f"{short}, four at once: hits", lambda found: number(found.hits.get("short at once"), ".1%"))
         self._samples(f"unique {unique}, {self._scale.unique_at_once} at once: output tokens/s", _per_second,
                       lambda found: found.rates.get("unique"))
         load, store = f"{self._limits['load_gb_s']:.1f}", f"{self._limits['store_gb_s']:.1f}"
-        self._row(f"load, GB/s by the connector (limit {load})", lambda found: _number(found.load_gb_s, ".1f"))
-        self._row(f"store, GB/s by the connector (limit {store})", lambda found: _number(found.store_gb_s, ".1f"))
+        self._rows.row(f"load, GB/s by the connector (limit {load})", lambda found: number(found.load_gb_s, ".1f"))
+        self._rows.row(f"store, GB/s by the connector (limit {store})", lambda found: number(found.store_gb_s, ".1f"))
         self._fit()
-        lines = ["| " + " | ".join(row) + " |" for row in self._rows]
-        lines.insert(1, "|" + " --- |" * len(self._rows[0]))
-        return "\n".join(lines) + "\n" + self._compared() + self._errors()
+        return self._rows.markdown() + self._compared() + self._rows.errors(lambda found: found.errors)
 
-    def _row(self, name: str, of: Callable[[Figures], str]) -> None:
-        cells = [of(found) for found in self._columns.values()]
-        if any(cell != NONE for cell in cells):
-            self._rows.append([name, *cells])
-
-    def _samples(self, name: str, form: Callable[[list[float] | None], str],
-                 of: Callable[[Figures], list[float] | None]) -> None:
+    def _samples(self, name: str, form: Callable[[Samples], str], of: Callable[[Figures], Samples]) -> None:
         """A row of samples, and one of ratios to each of vLLM's own configurations."""
-        self._row(name, lambda found: form(of(found)))
+        self._rows.row(name, lambda found: form(of(found)))
         for base, base_found in self._bases:
-            def ratio(found: Figures) -> str:
-                interval = None if found is base_found else ratio_of_medians(of(found) or [], of(base_found) or [])
-                return NONE if interval is None else str(interval)
-
-            self._row(f"... over {base.label}", ratio)
+            self._rows.ratio(f"... over {base.label}", of, lambda found: None if found is base_found else of(base_found))
 
     def _length(self, length: str, size: str) -> None:
-        self._samples(f"{size} cold: TTFT, ms", _milliseconds, lambda found: found.first_s.get(f"{length} cold"))
-        self._samples(f"{size} cold: whole request, ms", _milliseconds, lambda found: found.total_s.get(f"{length} cold"))
-        self._samples(f"{size} warm: TTFT, ms", _milliseconds, lambda found: found.first_s.get(f"{length} warm"))
-        self._row(f"{size} resident: TTFT, ms", lambda found: _milliseconds(found.first_s.get(f"{length} resident")))
-        self._samples(f"{size} warm less resident: TTFT, ms", _milliseconds, lambda found: found.extra_s.get(length))
-        self._row(f"{size} warm: hits", lambda found: _number(found.hits.get(f"{length} warm"), ".1%"))
-        self._row(f"{size} first warm pass: hits", lambda found: _number(found.first_hits.get(length), ".1%"))
-        self._row(f"{size} warm: GB/s of raw K and V to the first token", lambda found: self._brought(found, length))
+        self._samples(f"{size} cold: TTFT, ms", milliseconds, lambda found: found.first_s.get(f"{length} cold"))
+        self._samples(f"{size} cold: whole request, ms", milliseconds, lambda found: found.total_s.get(f"{length} cold"))
+        self._samples(f"{size} warm: TTFT, ms", milliseconds, lambda found: found.first_s.get(f"{length} warm"))
+        self._rows.row(f"{size} resident: TTFT, ms", lambda found: milliseconds(found.first_s.get(f"{length} resident")))
+        self._samples(f"{size} warm less resident: TTFT, ms", milliseconds, lambda found: found.extra_s.get(length))
+        self._rows.row(f"{size} warm: hits", lambda found: number(found.hits.get(f"{length} warm"), ".1%"))
+        self._rows.row(f"{size} first warm pass: hits", lambda found: number(found.first_hits.get(length), ".1%"))
+        self._rows.row(f"{size} warm: GB/s of raw K and V to the first token", lambda found: self._brought(found, length))
 
     def _disk(self, length: str, size: str) -> None:
         """Of --parts disk; ratios are to the same prompts computed."""
-        self._row(f"{size} computed: TTFT, ms", lambda found: _milliseconds(found.first_s.get(f"{length} computed")))
+        self._rows.row(f"{size} computed: TTFT, ms", lambda found: milliseconds(found.first_s.get(f"{length} computed")))
         for way, name in (("from disk", "the disk alone has it"), ("from pool", "then in host memory"),
                           ("from own", "then in the engine")):
-            def over(found: Figures, of: str = f"{length} {way}") -> str:
-                ratio = ratio_of_medians(found.first_s.get(of) or [], found.first_s.get(f"{length} computed") or [])
-                return NONE if ratio is None else str(ratio)
-
-            self._row(f"{size}, {name}: TTFT, ms", lambda found: _milliseconds(found.first_s.get(f"{length} {way}")))
-            self._row("... over computing it", over)
-        self._row(f"{size}, the disk alone has it: hits", lambda found: _number(found.hits.get(f"{length} from disk"), ".1%"))
+            self._rows.row(f"{size}, {name}: TTFT, ms", lambda found: milliseconds(found.first_s.get(f"{length} {way}")))
+            self._rows.ratio("... over computing it", lambda found: found.first_s.get(f"{length} {way}"),
+                             lambda found: found.first_s.get(f"{length} computed"))
+        self._rows.row(f"{size}, the disk alone has it: hits",
+                       lambda found: number(found.hits.get(f"{length} from disk"), ".1%"))
 
     def _brought(self, found: Figures, length: str) -> str:
         """Raw bytes of what is found, over what a warm request takes longer than a resident one."""
@@ -109,10 +78,10 @@ class Table:
 
     def _fit(self) -> None:
         pool = self._scale.capacity_pool_bytes
-        self._row(f"tokens found again in {pool / GIB:g} GiB", lambda found: _number(found.fit_tokens, ",d"))
+        self._rows.row(f"tokens found again in {pool / GIB:g} GiB", lambda found: number(found.fit_tokens, ",d"))
         for base, base_found in self._bases:
             if base_found.fit_tokens:
-                self._row(f"... over {base.label}", lambda found: NONE if found is base_found or found.fit_tokens is None
+                self._rows.row(f"... over {base.label}", lambda found: NONE if found is base_found or found.fit_tokens is None
                           else f"{found.fit_tokens / base_found.fit_tokens:.2f}")
 
     def _compared(self) -> str:
@@ -128,11 +97,6 @@ class Table:
                 "| | prompt tokens | full blocks | loaded | equal bit for bit | K's error | V's | equal before loading |\n"
                 "|" + " --- |" * 8 + "\n")
         return head + "\n".join(lines) + "\n"
-
-    def _errors(self) -> str:
-        lines = [f"- {configuration.label}, {error[:_ERRORS_SHOWN]}" for configuration, found in self._columns.items()
-                 for error in found.errors]
-        return "\nNot measured:\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 NOTE = """

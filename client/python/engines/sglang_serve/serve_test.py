@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 sys.path.append(data_path("client/python/engines/vllm_serve"))
 import smollm2
 from questions import questions
-from sglang_server import PAGE_TOKENS, Answer, SglangServer
+from sglang_server import PAGE_TOKENS, Answer, SglangServer, hit, leave_page_cache
 
 ANSWER_TOKENS = 32
 LONG = 3  # prompts in a row, where times are compared
@@ -36,11 +36,6 @@ def pages_of(prompts: list[list[int]], tokens: int) -> set[tuple[int, ...]]:
     Of the last one SGLang has no K and V."""
     texts = [(*prompt, *[-1] * (tokens - 1)) for prompt in prompts]
     return {text[:end] for text in texts for end in range(PAGE_TOKENS, len(text) + 1, PAGE_TOKENS)}
-
-
-def hit(prompt: list[int]) -> int:
-    """Tokens that all pages of it have: SGLang computes the last one always."""
-    return (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
 class ServeTest(unittest.TestCase):
@@ -101,13 +96,6 @@ class ServeTest(unittest.TestCase):
         print(f"The first answer begins {found[0][:100]!r}", flush=True)
         self.print_times(own, second, pages)
 
-    def leave_page_cache(self) -> None:
-        """So that files are read from the disk."""
-        for file in os.scandir(self.files):
-            with open(file.path, "rb") as opened:
-                os.fsync(opened.fileno())
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
     def print_times(self, own: SglangServer, ours: SglangServer, pages: set[tuple[int, ...]]) -> None:
         """Of long prompts whose pages are all stored, in turns."""
         long = [sum((self.prompts[place:] + self.prompts[:place])[:LONG], []) for place in range(len(self.prompts))]
@@ -132,7 +120,7 @@ class ServeTest(unittest.TestCase):
             pages |= pages_of(others, 1)
             self.wait_for(len(pages), self.in_daemon, ours)
             ask("SGLang's files, in the page cache", own, long)
-            self.leave_page_cache()
+            leave_page_cache(self.files)
             ask("SGLang's files, on the disk", own, long)
             ask("kvmanager", ours, long)
             ask("SGLang's own cache", ours, long, hits=False, forget=False)

@@ -51,14 +51,14 @@ class Served:
         """What the connector said."""
         return "\n".join(line for line in self.log().splitlines() if "kvmanager:" in line) or "the connector said nothing"
 
-    def ready(self) -> Self:
-        end = time.monotonic() + _START_S
+    def ready(self, limit_s: float = _START_S) -> Self:
+        end = time.monotonic() + limit_s
         while True:
             with contextlib.suppress(OSError):
                 self._get("/health")
                 return self
             if self._process.poll() is not None or time.monotonic() > end:
-                state = "ended" if self._process.poll() is not None else f"is not ready after {_START_S} s"
+                state = "ended" if self._process.poll() is not None else f"is not ready after {limit_s:.0f} s"
                 raise AssertionError(f"{self._name} {state}:\n" + "\n".join(self.log().splitlines()[-_LOG_LINES:]))
             time.sleep(0.2)
 

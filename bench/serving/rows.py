@@ -1,0 +1,63 @@
+"""Rows of a comparison as a Markdown table: a column for each configuration, figures, and ratios of medians."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Callable, Generic, TypeVar
+
+from configurations import Configuration
+from intervals import quantile, ratio_of_medians
+
+NONE = "-"
+_ERRORS_SHOWN = 300  # characters of one
+
+Figures = TypeVar("Figures")  # what was found under a configuration
+Samples = list[float] | None
+
+
+def tokens(count: int) -> str:
+    return f"{count // 1024}K" if count % 1024 == 0 else str(count)
+
+
+def milliseconds(seconds: Samples) -> str:
+    """p50, p99 (count)."""
+    if not seconds:
+        return NONE
+    return f"{1e3 * statistics.median(seconds):.0f}, {1e3 * quantile(seconds, 0.99):.0f} ({len(seconds)})"
+
+
+def number(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
+class Rows(Generic[Figures]):
+    """columns: in order."""
+
+    def __init__(self, columns: dict[Configuration, Figures]) -> None:
+        self._columns = columns
+        self._rows = [["", *(configuration.label for configuration in columns)]]
+
+    def row(self, name: str, of: Callable[[Figures], str]) -> None:
+        """Unless no column has it."""
+        cells = [of(found) for found in self._columns.values()]
+        if any(cell != NONE for cell in cells):
+            self._rows.append([name, *cells])
+
+    def ratio(self, name: str, of: Callable[[Figures], Samples], base: Callable[[Figures], Samples]) -> None:
+        """Of medians, with its interval; both are of a column."""
+        def cell(found: Figures) -> str:
+            interval = ratio_of_medians(of(found) or [], base(found) or [])
+            return NONE if interval is None else str(interval)
+
+        self.row(name, cell)
+
+    def markdown(self) -> str:
+        lines = ["| " + " | ".join(row) + " |" for row in self._rows]
+        lines.insert(1, "|" + " --- |" * len(self._rows[0]))
+        return "\n".join(lines) + "\n"
+
+    def errors(self, of: Callable[[Figures], list[str]]) -> str:
+        """What was not measured, as a list behind the table."""
+        lines = [f"- {configuration.label}, {error[:_ERRORS_SHOWN]}" for configuration, found in self._columns.items()
+                 for error in of(found)]
+        return "\nNot measured:\n\n" + "\n".join(lines) + "\n" if lines else ""
