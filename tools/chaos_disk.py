@@ -41,6 +41,7 @@ START_S = 30
 VERIFY_S = 60
 FAILPOINTS = ("disk.write", "disk.read", "disk.sync")
 DISK_BYTES = 4 << 30
+WORK_S, WORK_WITH_CUTS_S = 0.6, 1.8  # of a client behind its checks, at most; a disk of power_cut.py is slow
 ENDS = {"kill -9": 5, "SIGTERM": 2, "upgrade": 3}  # and how often each is drawn
 ENDS_WITH_CUTS = {"kill -9": 2, "SIGTERM": 1, "upgrade": 1, "power cut": 8}
 
@@ -155,7 +156,7 @@ class DiskChaos:
                     break
             else:
                 self._note("unexpected", f"the client ended with {client.wait()} before it had verified")
-        time.sleep(draw.uniform(0.0, 0.6))
+        time.sleep(draw.uniform(0.0, WORK_S if self._power is None else WORK_WITH_CUTS_S))
         if daemon.poll() is not None:
             self._note("unexpected", f"the daemon ended with {daemon.returncode} by itself")
         how = draw.choices(list(self._ends), list(self._ends.values()))[0]

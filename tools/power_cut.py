@@ -1,5 +1,6 @@
 """A file system on a disk whose power can be cut (volatile_disk.py), for tools/chaos --power-cut. Needs root, loop devices, FUSE,
-python3-fusepy, and the file system's mkfs."""
+python3-fusepy, and the file system's mkfs. What is mounted is seen by this process and its children alone, and goes with them.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ FILE_SYSTEMS = ("ext4", "xfs", "btrfs")
 _PYTHON = "/usr/bin/python3"  # Debian's, which has fusepy
 _SERVER = pathlib.Path(__file__).resolve().parent / "volatile_disk.py"
 _WAIT_S = 30
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
 
 def missing(file_system: str) -> str:
@@ -35,12 +37,20 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def _mount_for_oneself() -> None:
+    """Else a service or a container that starts meanwhile has the file system mounted, too, and keeps the disk busy."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
+        raise RuntimeError(f"mounts of its own: {os.strerror(ctypes.get_errno())}")
+
+
 class PowerCutDisk:
     """mount() and unmount() take turns; cut() in between. path: where the file system is. Errors: RuntimeError, in the words of the
     program that failed."""
 
     def __init__(self, folder: pathlib.Path, file_system: str, nbytes: int) -> None:
         """folder: is made, and has the disk's bytes as they are written."""
+        _mount_for_oneself()
         self.path = folder / "mounted"
         self._folder, self._file_system = folder, file_system
         self._server: subprocess.Popen | None = None
