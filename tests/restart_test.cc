@@ -9,6 +9,8 @@
 #include "absl/strings/match.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
+#include "kvmanager/base/child_process.h"
+#include "kvmanager/keep/keeper.h"
 #include "kvmanager/keep/keeper_testing.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
@@ -120,6 +122,24 @@ TEST_F(RestartTest, WhereTheKeeperEndsAnotherOneTakesItsPlace) {
   EXPECT_NE(status.kept_memory->pid, static_cast<uint32_t>(first));
   cache.reset();
   ExpectFoundAfterAKill(options, source, 4);
+}
+
+// As where the service of the keeper is started behind the daemon's, or anew.
+TEST_F(RestartTest, AServicesKeeperTakesThePlaceOfTheDaemons) {
+  const CacheOptions options = SmallCache("raw", 0);
+  const Source source{1, Kind::kNormal, options};
+  Start();
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  Publish(*cache, source, 4);
+  ASSERT_TRUE(AllRecorded());
+  ASSERT_OK_AND_ASSIGN(ChildProcess service,
+                       ChildProcess::Start({DataPath("kvmanager/daemon/kvmanagerd"), kKeeperFlag, state_}, {}));
+  ASSERT_TRUE(Eventually([&] { return KeeperOf(state_) == service.pid(); }));
+  ASSERT_TRUE(Eventually([&] { return log_.Says("another process keeps the memory now"); }));
+  EXPECT_EQ(Metric("kvmanager_memory_kept"), 1);
+  cache.reset();
+  ExpectFoundAfterAKill(options, source, 4);
+  EXPECT_EQ(KeeperOf(state_), service.pid());
 }
 
 TEST_F(RestartTest, AKeeperThatNobodyWouldFindIsReplaced) {

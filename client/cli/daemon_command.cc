@@ -44,7 +44,8 @@ std::string UnitOf(const std::string& folder) {
     if (!absl::StartsWith(line, "0::") && !absl::StrContains(line, ":name=systemd:")) continue;
     const absl::string_view path = line.substr(line.rfind(':') + 1);
     const absl::string_view unit = path.substr(path.rfind('/') + 1);
-    if (absl::StartsWith(path, "/system.slice/") && absl::EndsWith(unit, ".service")) return std::string(unit);
+    const bool is_system = absl::StrContains(path, ".slice/") && !absl::StartsWith(path, "/user.slice/");
+    if (is_system && absl::EndsWith(unit, ".service")) return std::string(unit);
   }
   return "";
 }

@@ -46,6 +46,8 @@ TEST(DaemonCommand, AServiceIsKnownByItsMainProcess) {
   EXPECT_EQ(ReadCommand(Process("main", "x", "1", group)).unit, "kvmanagerd.service");
   EXPECT_EQ(ReadCommand(Process("old", "x", "1", "1:name=systemd:/system.slice/kv.service\n0::/\n")).unit,
             "kv.service");
+  EXPECT_EQ(ReadCommand(Process("slice", "x", "1", "0::/kvmanager.slice/kvmanagerd.service\n")).unit,
+            "kvmanagerd.service");
   EXPECT_EQ(ReadCommand(Process("child", "x", "77", group)).unit, "") << "started by hand in a service";
   EXPECT_EQ(ReadCommand(Process("container", "x", "1", "0::/\n")).unit, "");
   EXPECT_EQ(ReadCommand(Process("user", "x", "1", "0::/user.slice/user@5.service/app.slice/a.service\n")).unit, "");

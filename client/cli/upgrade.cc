@@ -48,6 +48,8 @@ absl::StatusOr<Upgraded> Upgrade(std::unique_ptr<Client> client, const std::stri
   if (!program.empty()) program = std::filesystem::absolute(program, error).lexically_normal().string();
   KV_ASSIGN_OR_RETURN(const DaemonDescription before, client->Status());
   const DaemonCommand command = CommandOf(address);  // it is not to be seen any more once the daemon has gone
+  // As a unit's ExecReload: systemd starts the service again once this has ended.
+  const bool is_waited_for = !command.unit.empty() && command.unit == ReadCommand("/proc/self").unit;
   const auto failed = [&](const std::string& what) {
     const bool runs = command.pid > 0 && Runs(absl::StrCat("/proc/", command.pid));
     return WithDetail(absl::UnavailableError(
@@ -79,7 +81,7 @@ absl::StatusOr<Upgraded> Upgrade(std::unique_ptr<Client> client, const std::stri
     if (!now.ok() && !ended.has_value() && command.pid > 0 && !Runs(absl::StrCat("/proc/", command.pid))) {
       ended = steady_clock::now();
     }
-    if (ended.has_value() && SecondsSince(*ended) >= kSupervisorS) {
+    if (ended.has_value() && SecondsSince(*ended) >= (is_waited_for ? 0 : kSupervisorS)) {
       return failed(absl::StrCat("the daemon took the new program, which has ended: its log says why (",
                                  now.status().message(), ")"));
     }

@@ -1,16 +1,50 @@
 #include "kvmanager/daemon/log.h"
 
 #include <spdlog/async.h>
+#include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
+#include <cstring>
 #include <future>
 #include <memory>
+#include <string>
 #include <thread>
+#include <utility>
 
 namespace kvmanager {
+namespace {
+
+// sd-daemon(3).
+constexpr char kJournalError[] = "<3>", kJournalWarning[] = "<4>", kJournalInfo[] = "<6>", kJournalDebug[] = "<7>";
+
+// Whether stderr is the journal's, as systemd says: JOURNAL_STREAM=DEVICE:INODE.
+bool IsJournal() {
+  const char* const stream = std::getenv("JOURNAL_STREAM");
+  struct stat file;
+  if (stream == nullptr || fstat(STDERR_FILENO, &file) != 0) return false;
+  return std::to_string(file.st_dev) + ":" + std::to_string(file.st_ino) == stream;
+}
+
+class JournalPriority final : public spdlog::custom_flag_formatter {
+ public:
+  void format(const spdlog::details::log_msg& line, const std::tm&, spdlog::memory_buf_t& to) override {
+    const char* const prefix = line.level >= spdlog::level::err     ? kJournalError
+                               : line.level == spdlog::level::warn  ? kJournalWarning
+                               : line.level == spdlog::level::debug ? kJournalDebug
+                                                                    : kJournalInfo;
+    to.append(prefix, prefix + std::strlen(prefix));
+  }
+  std::unique_ptr<custom_flag_formatter> clone() const override { return std::make_unique<JournalPriority>(); }
+};
+
+}  // namespace
+
+const char* ErrorPrefix() { return IsJournal() ? kJournalError : ""; }
 
 Log::Log(const std::string& level) {
   spdlog::init_thread_pool(kLinesMax, 1);
@@ -18,7 +52,13 @@ Log::Log(const std::string& level) {
       std::make_shared<spdlog::async_logger>("kvmanagerd", std::make_shared<spdlog::sinks::stderr_sink_mt>(),
                                              spdlog::thread_pool(), spdlog::async_overflow_policy::overrun_oldest);
   log->set_level(spdlog::level::from_str(level));
-  log->set_pattern("%Y-%m-%dT%H:%M:%S.%e %l %v");
+  auto pattern = std::make_unique<spdlog::pattern_formatter>();
+  if (IsJournal()) {
+    pattern->add_flag<JournalPriority>('*').set_pattern("%*%v");
+  } else {
+    pattern->set_pattern("%Y-%m-%dT%H:%M:%S.%e %l %v");
+  }
+  log->set_formatter(std::move(pattern));
   spdlog::set_default_logger(std::move(log));
 }
 

@@ -1,5 +1,6 @@
-// The log, on stderr. A thread of its own writes it, so that the daemon does not wait for whoever reads stderr: where
-// nobody does, the oldest of kLinesMax lines are lost.
+// The log, on stderr. Where that is the journal of systemd, lines have its priorities and no time. A thread of its own
+// writes it, so that the daemon does not wait for whoever reads stderr: where nobody does, the oldest of kLinesMax
+// lines are lost.
 #pragma once
 
 #include <cstddef>
@@ -22,5 +23,8 @@ class Log {
   /// here with `status`. Returns `status`, for main.
   int End(int status);
 };
+
+/// What an error that is written to stderr by other means begins with: its priority in the journal, or nothing.
+const char* ErrorPrefix();
 
 }  // namespace kvmanager

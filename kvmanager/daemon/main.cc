@@ -106,14 +106,17 @@ void SetUpMalloc() {
 int main(int argc, char** argv) {
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kUcxProcessFlag) == 0) return kvmanager::RunUcxProcess();
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kPluginHostFlag) == 0) return kvmanager::RunPluginHost();
-  if (argc >= 2 && std::strcmp(argv[1], kvmanager::kKeeperFlag) == 0) return kvmanager::RunKeeper(argc, argv);
+  if (argc >= 2 && std::strcmp(argv[1], kvmanager::kKeeperFlag) == 0) {
+    return kvmanager::RunKeeper(argc, argv, [] { (void)kvmanager::NotifySupervisor("READY=1"); });
+  }
   if (argc >= 2 && std::strcmp(argv[1], kvmanager::kCheckFlag) == 0) return kvmanager::RunCheck(argc, argv);
   HoldHangUp();
   const std::vector<kvmanager::HandedSocket> sockets = kvmanager::TakeHandedSockets();
   const std::string help_end = kUpgradeHelp + kvmanager::LimitsHelp(kvmanager::ListLimits({}, nullptr));
   auto line = kvmanager::ParseCommandLine(argc, argv, help_end);
   if (!line.ok()) {
-    std::fprintf(stderr, "kvmanagerd: %s\nTry kvmanagerd --help.\n", std::string(line.status().message()).c_str());
+    std::fprintf(stderr, "%skvmanagerd: %s\nTry kvmanagerd --help.\n", kvmanager::ErrorPrefix(),
+                 std::string(line.status().message()).c_str());
     return kExitUsage;
   }
   if (!line->run) {
@@ -125,7 +128,7 @@ int main(int argc, char** argv) {
   line->options.sockets = sockets;
   const char* const failpoints = std::getenv(kvmanager::kFailpointsVariable);
   if (const absl::Status set = kvmanager::SetFailpoints(failpoints == nullptr ? "" : failpoints); !set.ok()) {
-    std::fprintf(stderr, "kvmanagerd: %s\n", std::string(set.message()).c_str());
+    std::fprintf(stderr, "%skvmanagerd: %s\n", kvmanager::ErrorPrefix(), std::string(set.message()).c_str());
     return kExitUsage;
   }
   kvmanager::SetBlasCore();  // for projections that clients register

@@ -8,6 +8,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <utility>
@@ -20,7 +23,7 @@
 namespace kvmanager {
 namespace {
 
-constexpr char kManifest[] = "manifest";
+constexpr char kManifest[] = "manifest", kHasEnded[] = "the one before has ended";
 constexpr size_t kLooks = 128;  // of a look, at slabs that engines map
 
 constexpr size_t kTouchedBytes = Region::kHugePageBytes;
@@ -32,6 +35,19 @@ constexpr std::chrono::microseconds kBetweenCalls{50};
 constexpr int kTouchingNice = 19;  // of the thread: what it does is not urgent
 
 std::string RegionName(size_t index) { return absl::StrCat("pool-", index); }
+
+std::string Content(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Under systemd: a process that is started within a service ends with it.
+bool EndsWithThisService(uint32_t pid) {
+  const char* const supervisor = std::getenv("NOTIFY_SOCKET");
+  if (supervisor == nullptr || *supervisor == '\0') return false;
+  const std::string own = Content("/proc/self/cgroup");
+  return !own.empty() && own == Content(absl::StrCat("/proc/", pid, "/cgroup"));
+}
 
 absl::Status Touch(uint8_t* data, size_t bytes) {
   thread_local const int nice = setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kTouchingNice);
@@ -86,17 +102,16 @@ void ServerMemory::LookAtKeeper() {
   if ((keeps_ && !keeper_->gone() && keeper_->is_found()) || SteadyClock().NowNs() < try_again_ns_) return;
   const bool first = keeps_;
   if (first) metrics_->keepers_lost.Increment();
-  const absl::Status kept =
-      KeepAnew(keeper_->gone() ? "the one before has ended" : "the socket of the one before is gone");
+  const absl::Status kept = KeepAnew(keeper_->gone() ? kHasEnded : "the socket of the one before is gone");
   if (kept.ok()) return;
   const std::string why(kept.message());
   if (first) spdlog::error("--state-dir {}: nobody keeps the memory, a restart loses it: {}", state_dir_, why);
-  ShowKept(absl::StrCat("nobody keeps it, a restart loses it: ", why), 0);
+  ShowKept(absl::StrCat("nobody keeps it, a restart loses it: ", why), 0, /*outlives=*/false);
   try_again_ns_ = SteadyClock().NowNs() + kKeepTryNs;
 }
 
-void ServerMemory::ShowKept(std::string state, uint32_t pid) {
-  metrics_->kept.Set(pid != 0 ? 1 : 0);
+void ServerMemory::ShowKept(std::string state, uint32_t pid, bool outlives) {
+  metrics_->kept.Set(outlives ? 1 : 0);
   const MutexLock lock(mutex_);
   facts_ = {state_dir_, std::move(state), pid};
 }
@@ -130,7 +145,9 @@ absl::Status ServerMemory::OpenKept(const Options& options, const Clock* clock) 
     if (taken.ok()) return absl::OkStatus();
     spdlog::warn("the memory of an earlier daemon is given up, with its blocks: {}", std::string(taken.message()));
   }
-  return MakeAnew(pool);
+  const absl::Status made = MakeAnew(pool);
+  // A service's keeper may have taken its place meanwhile.
+  return !made.ok() && pool_ != nullptr && keeper_->gone() ? KeepAnew(kHasEnded) : made;
 }
 
 absl::Status ServerMemory::OpenKeeper() {
@@ -145,7 +162,7 @@ absl::Status ServerMemory::OpenKeeper() {
 
 absl::Status ServerMemory::KeepOn() {
   if (keeper_ == nullptr) return absl::OkStatus();
-  if (!keeps_) return KeepAnew("the one before has ended");
+  if (!keeps_) return KeepAnew(kHasEnded);
   const absl::Status there = keeper_->Ping();
   if (there.ok() && keeper_->is_found()) return absl::OkStatus();
   if (there.ok()) return KeepAnew("the socket of the one before is gone");
@@ -181,7 +198,10 @@ absl::Status ServerMemory::TakeOver(PagePool::Options pool) {
 
 absl::Status ServerMemory::MakeAnew(const PagePool::Options& pool) {
   // The host may not have memory for both.
-  KV_RETURN_IF_ERROR(keeper_->Forget());
+  if (const absl::Status forgotten = keeper_->Forget(); !forgotten.ok()) {
+    KV_RETURN_IF_ERROR(OpenKeeper());  // of a keeper that has just taken its place
+    KV_RETURN_IF_ERROR(keeper_->Forget());
+  }
   KV_ASSIGN_OR_RETURN(pool_, PagePool::Create(pool));
   KV_ASSIGN_OR_RETURN(manifest_, KeptManifest::Create({pool_->capacity_bytes(), pool_->slab_bytes()}));
   return KeepAll();
@@ -199,7 +219,13 @@ absl::Status ServerMemory::KeepAll() {
 
 void ServerMemory::NoteKept() {
   keeps_ = true;
-  ShowKept("a process keeps it", keeper_->pid());
+  if (EndsWithThisService(keeper_->pid())) {
+    constexpr char kEnds[] = "a process of this service keeps it, and ends with it: systemctl start kvmanager-keeper";
+    spdlog::warn("--state-dir {}: {}", state_dir_, kEnds);
+    ShowKept(kEnds, keeper_->pid(), /*outlives=*/false);
+  } else {
+    ShowKept("a process keeps it", keeper_->pid(), /*outlives=*/true);
+  }
 }
 
 }  // namespace kvmanager

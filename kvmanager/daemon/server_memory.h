@@ -71,7 +71,8 @@ class ServerMemory {
   absl::Status KeepAnew(const std::string& why);
   void LookAtKeeper();
   void NoteKept();
-  void ShowKept(std::string state, uint32_t pid);
+  /// outlives: a restart of the daemon, and of its service.
+  void ShowKept(std::string state, uint32_t pid, bool outlives);
   /// Looks at so many slabs that are shown, in turns.
   void TakeBack(MessageQueue* queue, size_t looks);
 

@@ -29,6 +29,7 @@
 #include "kvmanager/base/child_process.h"
 #include "kvmanager/base/locked_folder.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/daemon/log.h"
 #include "kvmanager/daemon/server_access.h"
 #include "kvmanager/keep/keeper_wire.h"
 #include "kvmanager/keep/kept_manifest.h"
@@ -223,7 +224,7 @@ absl::StatusOr<CheckedSuccessor> CheckSuccessor(const Options& options, const st
 void RunSuccessorAtTheLatest(const Successor& successor, const Options& options) {
   std::thread([successor, options] {
     std::this_thread::sleep_for(std::chrono::milliseconds(kEndMs));
-    std::fprintf(stderr, "kvmanagerd: it has not ended after %d ms, and is left as it is\n", kEndMs);
+    std::fprintf(stderr, "%skvmanagerd: it has not ended after %d ms, and is left as it is\n", ErrorPrefix(), kEndMs);
     _exit(RunSuccessor(successor, options, /*leaves=*/options.device_pool_bytes == 0));
   }).detach();
 }
@@ -242,10 +243,10 @@ int RunSuccessor(const Successor& successor, const Options& options, bool leaves
     of_successor[0] = const_cast<char*>(successor.program.c_str());
     execv(of_successor[0], of_successor.data());
   }
-  std::fprintf(stderr, "kvmanagerd: %s cannot be run: %s; this program goes on\n", successor.program.c_str(),
-               checked.ok() ? std::strerror(errno) : std::string(checked.message()).c_str());
+  std::fprintf(stderr, "%skvmanagerd: %s cannot be run: %s; this program goes on\n", ErrorPrefix(),
+               successor.program.c_str(), checked.ok() ? std::strerror(errno) : std::string(checked.message()).c_str());
   execv("/proc/self/exe", arguments.data());
-  std::fprintf(stderr, "kvmanagerd: nor can this one: %s\n", std::strerror(errno));
+  std::fprintf(stderr, "%skvmanagerd: nor can this one: %s\n", ErrorPrefix(), std::strerror(errno));
   return kExitFailed;
 }
 

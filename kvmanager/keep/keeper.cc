@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -17,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/clock.h"
@@ -31,10 +33,43 @@ constexpr int kExitFailed = 1, kExitUsage = 2;
 constexpr uint64_t kSecondsMax = 1000000;
 constexpr size_t kDaemonsMax = 8;
 
-constexpr int kTries = 10;  // of keepers that start at once, to take the socket's place
+constexpr int kTries = 10;  // to take the socket's place
 
-/// The socket that daemons connect to; -1: another keeper has it.
-absl::StatusOr<int> Listen(const std::string& path) {
+using Kept = std::map<std::string, int>;  // descriptors
+
+void CloseAll(Kept* kept) {
+  for (const auto& [name, fd] : *kept) close(fd);
+  kept->clear();
+}
+
+/// Of the keeper at the other end of `socket`, which ends then. Errors: UNAVAILABLE: it has gone; FAILED_PRECONDITION:
+/// it does not end for this.
+absl::Status TakeOver(int socket, Kept* kept) {
+  Kept theirs;
+  const absl::Cleanup close_theirs = [&theirs] { CloseAll(&theirs); };
+  KV_RETURN_IF_ERROR(SendKeeperPacket(socket, {KeeperPacketType::kList, "", -1}));
+  for (bool yields = false;;) {
+    KV_ASSIGN_OR_RETURN(KeeperPacket packet, ReceiveKeeperPacket(socket));
+    if (packet.type == KeeperPacketType::kKept && packet.fd >= 0 && theirs.size() < kKeptMax &&
+        theirs.emplace(packet.name, packet.fd).second) {
+      continue;
+    }
+    if (packet.fd >= 0) close(packet.fd);
+    if (packet.type != KeeperPacketType::kDone) {
+      return absl::FailedPreconditionError(
+          "another keeper is there, a service's or of an earlier version: end it first");
+    }
+    if (yields) break;
+    yields = true;
+    KV_RETURN_IF_ERROR(SendKeeperPacket(socket, {KeeperPacketType::kYield, "", -1}));
+  }
+  if (!theirs.empty()) kept->swap(theirs);  // one that a daemon has just started has nothing yet
+  return absl::OkStatus();
+}
+
+/// The socket that daemons connect to; -1: another keeper has it. kept: nullptr, or what takes over from that one,
+/// which a daemon started, instead.
+absl::StatusOr<int> Listen(const std::string& path, Kept* kept) {
   const sockaddr_un address = UnixAddress(path);
   const auto* const to = reinterpret_cast<const sockaddr*>(&address);
   const auto failed = [&](absl::string_view what) {
@@ -53,12 +88,17 @@ absl::StatusOr<int> Listen(const std::string& path) {
     if (why == EADDRINUSE) {
       const int other = ConnectToKeeper(path);
       const bool is_there = other >= 0 || errno == EAGAIN;
+      const absl::Status taken = other >= 0 && kept != nullptr ? TakeOver(other, kept) : absl::OkStatus();
       if (other >= 0) close(other);
-      if (is_there) return -1;
+      if (is_there && kept == nullptr) return -1;
+      if (absl::IsFailedPrecondition(taken)) return taken;
+      if (is_there && other < 0)
+        return absl::UnavailableError("another keeper is there, and does not answer: end it first");
+      if (is_there && tries < kTries) continue;
     }
     errno = why;
     if (why != EADDRINUSE || tries == kTries) return failed("binding");
-    // Of a keeper that has ended; or another one that starts now was faster.
+    // Of a keeper that has ended.
     if (unlink(path.c_str()) != 0 && errno != ENOENT) return failed("removing");
   }
 }
@@ -66,9 +106,17 @@ absl::StatusOr<int> Listen(const std::string& path) {
 class Keeper {
  public:
   /// idle_ns: 0: it never ends by itself. of_daemon: a daemon started it, and daemons may say another time.
-  Keeper(int listen, int64_t idle_ns, bool of_daemon) : listen_(listen), idle_ns_(idle_ns), of_daemon_(of_daemon) {}
+  Keeper(std::string path, int listen, int64_t idle_ns, bool of_daemon, Kept kept)
+      : path_(std::move(path)), listen_(listen), idle_ns_(idle_ns), of_daemon_(of_daemon), kept_(std::move(kept)) {}
 
+  /// Until its time is over, or another one has taken its place.
   void Run() {
+    Serve();
+    if (!yields_) unlink(path_.c_str());
+  }
+
+ private:
+  void Serve() {
     int64_t ends_ns = clock_.NowNs() + idle_ns_;
     for (;;) {
       std::vector<pollfd> fds = {{listen_, POLLIN, 0}};
@@ -89,11 +137,10 @@ class Keeper {
         std::erase(daemons_, fds[i].fd);
         ends_ns = clock_.NowNs() + idle_ns_;
       }
+      if (yields_) return;
       if ((fds[0].revents & POLLIN) != 0) Accept();
     }
   }
-
- private:
   void Accept() {
     const int fd = accept4(listen_, nullptr, nullptr, SOCK_CLOEXEC);
     if (fd < 0) return;
@@ -126,8 +173,7 @@ class Keeper {
         }
         return Answer(daemon, KeeperPacketType::kDone);
       case KeeperPacketType::kForget:
-        for (const auto& [name, fd] : kept_) close(fd);
-        kept_.clear();
+        CloseAll(&kept_);
         break;
       case KeeperPacketType::kIdle: {
         uint64_t seconds = 0;
@@ -140,6 +186,12 @@ class Keeper {
       }
       case KeeperPacketType::kPing:
         break;
+      case KeeperPacketType::kYield:
+        if (packet->fd >= 0) close(packet->fd);
+        if (!of_daemon_) return Answer(daemon, KeeperPacketType::kRefused);
+        unlink(path_.c_str());  // before the answer: the next one is there then
+        yields_ = true;
+        return Answer(daemon, KeeperPacketType::kDone);
       default:
         if (packet->fd >= 0) close(packet->fd);
         return Answer(daemon, KeeperPacketType::kRefused);
@@ -149,12 +201,14 @@ class Keeper {
   }
   static bool Answer(int daemon, KeeperPacketType type) { return SendKeeperPacket(daemon, {type, "", -1}).ok(); }
 
+  const std::string path_;
   const int listen_;
   int64_t idle_ns_;
   const bool of_daemon_;
+  bool yields_ = false;
   SteadyClock clock_;
   std::vector<int> daemons_;  // connections: one, and for moments that of the next daemon, or of somebody who looks
-  std::map<std::string, int> kept_;  // descriptors
+  Kept kept_;
 };
 
 // It outlives whoever started it, and what that reads its output with.
@@ -169,31 +223,38 @@ void LeaveStarter() {
 
 }  // namespace
 
-int RunKeeper(int argc, char** argv) {
+int RunKeeper(int argc, char** argv, const std::function<void()>& ready) {
   uint64_t seconds = 0;
   if (argc < 3 || argc > 4 || (argc == 4 && (!absl::SimpleAtoi(argv[3], &seconds) || seconds > kSecondsMax))) {
     std::fprintf(stderr, "usage: kvmanagerd %s FOLDER [SECONDS], SECONDS 0..%llu\n", kKeeperFlag,
                  static_cast<unsigned long long>(kSecondsMax));
     return kExitUsage;
   }
-  const auto path = KeeperPath(argv[2]);
-  umask(0177);
-  auto listening = path.ok() ? Listen(*path) : absl::StatusOr<int>(path.status());
-  if (!listening.ok()) {
-    std::fprintf(stderr, "kvmanagerd %s: %s\n", kKeeperFlag, std::string(listening.status().message()).c_str());
-    return kExitFailed;
-  }
-  if (*listening < 0) return 0;
-  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-  prctl(PR_SET_NAME, "kvmanager-keep");
-  if (argc == 4) LeaveStarter();
   // A descriptor for each region of a pool.
   if (rlimit files; getrlimit(RLIMIT_NOFILE, &files) == 0) {
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
   }
-  Keeper(*listening, static_cast<int64_t>(seconds) * 1000000000, /*of_daemon=*/argc == 4).Run();
-  unlink(path->c_str());
+  const bool of_daemon = argc == 4;
+  const auto path = KeeperPath(argv[2]);
+  umask(0177);
+  Kept kept;
+  // Keepers that start at once take turns, or one would remove the socket that another is just binding. The daemon has
+  // locked a file of the folder, not this.
+  const int folder = open(argv[2], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder >= 0) flock(folder, LOCK_EX);
+  auto listening = path.ok() ? Listen(*path, of_daemon ? nullptr : &kept) : absl::StatusOr<int>(path.status());
+  if (!listening.ok()) {
+    std::fprintf(stderr, "kvmanagerd %s: %s\n", kKeeperFlag, std::string(listening.status().message()).c_str());
+    return kExitFailed;
+  }
+  if (folder >= 0) close(folder);
+  if (*listening < 0) return 0;
+  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+  prctl(PR_SET_NAME, "kvmanager-keep");
+  if (of_daemon) LeaveStarter();
+  if (ready) ready();
+  Keeper(*path, *listening, static_cast<int64_t>(seconds) * 1000000000, of_daemon, std::move(kept)).Run();
   return 0;
 }
 

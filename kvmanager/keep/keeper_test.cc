@@ -57,6 +57,20 @@ class KeeperTest : public ::testing::Test {
     EXPECT_TRUE(keeper.ok()) << keeper.status();
     return *std::move(keeper);
   }
+  pid_t Run(std::vector<std::string> arguments) const {
+    arguments.insert(arguments.begin(), program_);
+    auto process = ChildProcess::Start(arguments, {});
+    KV_CHECK(process.ok());
+    const pid_t pid = process->pid();
+    process->Leave();
+    return pid;
+  }
+  // Waits for its end: the exit status, or the signal's number, negative.
+  static int StatusOf(pid_t pid) {
+    int status = 0;
+    KV_CHECK(waitpid(pid, &status, 0) == pid);
+    return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+  }
   std::string folder_, program_;
 };
 
@@ -162,26 +176,70 @@ TEST_F(KeeperTest, ASocketThatNobodyServesIsReplaced) {
   EXPECT_EQ(Open()->left(), 0u);
 }
 
-TEST_F(KeeperTest, OfTwoTheSecondEnds) {
+TEST_F(KeeperTest, OfTwoOfDaemonsTheSecondEnds) {
   const auto keeper = Open();
-  auto second = ChildProcess::Start({program_, kKeeperFlag, folder_}, {});
-  ASSERT_TRUE(second.ok());
-  int status = -1;
-  ASSERT_EQ(waitpid(second->pid(), &status, 0), second->pid());
-  second->Leave();
-  EXPECT_EQ(status, 0);
+  EXPECT_EQ(StatusOf(Run({kKeeperFlag, folder_, "30"})), 0);
+  EXPECT_TRUE(keeper->Ping().ok());
+}
+
+// One that a daemon started ends with the daemon's service.
+TEST_F(KeeperTest, AServicesKeeperTakesThePlaceOfADaemonsAndAllThatItKeeps) {
+  auto of_daemon = Open("1");
+  const pid_t first = KeeperOf(folder_);
+  const int one = MakeMemory("one"), two = MakeMemory("two");
+  ASSERT_TRUE(of_daemon->Keep("a", one).ok());
+  ASSERT_TRUE(of_daemon->Keep("b", two).ok());
+  for (const int fd : {one, two}) close(fd);
+  const pid_t service = Run({kKeeperFlag, folder_});
+  for (int i = 0; i < 500 && KeeperOf(folder_) != service; ++i) usleep(10000);
+  ASSERT_EQ(KeeperOf(folder_), service);
+  EXPECT_NE(service, first);
+  EXPECT_TRUE(of_daemon->gone() || !of_daemon->Ping().ok());
+  of_daemon = nullptr;
+  usleep(1200000);  // it does not end when the time of the one before would be over
+  auto keeper = Open();
+  EXPECT_EQ(keeper->pid(), static_cast<uint32_t>(service));
+  ASSERT_EQ(keeper->left(), 2u);
+  const int a = keeper->Take("a"), b = keeper->Take("b");
+  EXPECT_EQ(ReadMemory(a), "one");
+  EXPECT_EQ(ReadMemory(b), "two");
+  for (const int fd : {a, b}) close(fd);
+  // Another service's does not.
+  EXPECT_EQ(StatusOf(Run({kKeeperFlag, folder_})), 1);
+  EXPECT_TRUE(keeper->Ping().ok());
+  EXPECT_EQ(KeeperOf(folder_), service);
+  keeper = nullptr;
+  KillKeeperOf(folder_);
+  EXPECT_EQ(StatusOf(service), -SIGKILL);
+}
+
+TEST_F(KeeperTest, OfManyServicesAndDaemonsThatStartAtOnceAServicesStays) {
+  for (int round = 0; round < 20; ++round) {
+    std::vector<pid_t> services, of_daemons;
+    for (int i = 0; i < 3; ++i) {
+      of_daemons.push_back(Run({kKeeperFlag, folder_, "30"}));
+      services.push_back(Run({kKeeperFlag, folder_}));
+    }
+    int stay = 0;
+    for (int i = 0; i < 500 && stay == 0; ++i) {
+      usleep(10000);
+      for (const pid_t service : services) stay = KeeperOf(folder_) == service ? service : stay;
+    }
+    ASSERT_NE(stay, 0);
+    for (const pid_t each : of_daemons) EXPECT_EQ(StatusOf(each), 0);
+    for (const pid_t each : services) {
+      if (each != stay) {
+        EXPECT_EQ(StatusOf(each), 1);
+      }
+    }
+    EXPECT_EQ(KeeperOf(folder_), stay);
+    KillKeeperOf(folder_);
+    EXPECT_EQ(StatusOf(stay), -SIGKILL);
+  }
 }
 
 TEST_F(KeeperTest, SaysWhatIsWrong) {
-  const auto run = [&](std::vector<std::string> arguments) {
-    arguments.insert(arguments.begin(), program_);
-    auto process = ChildProcess::Start(arguments, {});
-    KV_CHECK(process.ok());
-    int status = -1;
-    KV_CHECK(waitpid(process->pid(), &status, 0) == process->pid());
-    process->Leave();
-    return WEXITSTATUS(status);
-  };
+  const auto run = [&](const std::vector<std::string>& arguments) { return StatusOf(Run(arguments)); };
   EXPECT_EQ(run({kKeeperFlag}), 2);
   EXPECT_EQ(run({kKeeperFlag, folder_, "soon"}), 2);
   EXPECT_EQ(run({kKeeperFlag, folder_, "1000001"}), 2);

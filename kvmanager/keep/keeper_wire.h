@@ -1,5 +1,5 @@
 // What a daemon and the keeper of its memory say to one another, on a SOCK_SEQPACKET socket: one packet each, with at
-// most one descriptor.
+// most one descriptor. A keeper that takes another one's place speaks as a daemon does.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,8 @@ enum class KeeperPacketType : uint8_t {
   kForget = 'F',  // daemon: keep nothing any more. Answered by kDone
   kIdle = 'I',    // daemon: without a daemon, end after so many seconds (name). Answered by kDone, or kRefused
   kPing = 'P',    // daemon: is somebody there? Answered by kDone; by an older keeper with kRefused
+  kYield =
+      'Y',  // a service's keeper, which has what is kept: end. Answered by kDone; by another service's with kRefused
   kDone = 'D',
   kRefused = 'R',  // keeper: it has too much, or does not understand
 };
