@@ -28,7 +28,7 @@ class Packaging(unittest.TestCase):
 
     @unittest.skipUnless(shutil.which("systemd-analyze"), "systemd is not installed")
     def test_units(self) -> None:
-        for name in ("kvmanagerd.service", "kvmanager-keeper.service"):
+        for name in ("kvmanagerd.service", "kvmanager-keeper.service", "kvmanager.slice"):
             with open(data_path("packaging/" + name), encoding="utf-8") as file:
                 text = file.read()
             with self.subTest(name), tempfile.TemporaryDirectory(prefix="kvunit") as folder:
@@ -60,6 +60,28 @@ class Packaging(unittest.TestCase):
                         self.assertTrue(any("kvmanager-pool-0" in each for each in held), held)
                 keeper.terminate()
                 self.assertEqual(keeper.wait(timeout=60), -15)
+
+    def test_the_keeper_says_when_daemons_can_reach_it(self) -> None:
+        program = os.path.realpath(kvmanager_testing.daemon_program())
+        with tempfile.TemporaryDirectory(prefix="kvkeep") as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+            os.chmod(folder, 0o700)
+            supervisor.bind(f"{folder}/notify")
+            with subprocess.Popen([program, "--keeper", folder], env={**os.environ, "NOTIFY_SOCKET": f"{folder}/notify"}) as keeper:
+                self.assertEqual(supervisor.recv(100), b"READY=1")
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as daemon:
+                    daemon.connect(f"{folder}/keeper")
+                keeper.terminate()
+
+    def test_memory_that_ends_with_the_service_is_not_kept(self) -> None:
+        """systemd ends all processes of a service with it, also the keeper that a daemon started."""
+        with tempfile.TemporaryDirectory(prefix="kvkeep") as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+            os.chmod(folder, 0o700)
+            supervisor.bind(f"{folder}/notify")
+            for notify, kept in (("", 1), (f"{folder}/notify", 0)):
+                flags = ("--state-dir", folder, "--state-keep-s", "1")
+                with mock.patch.dict(os.environ, NOTIFY_SOCKET=notify), kvmanager_testing.Daemon(flags=flags) as daemon:
+                    with urllib.request.urlopen(f"http://{daemon.metrics}/metrics", timeout=60) as page:
+                        self.assertIn(f"\nkvmanager_memory_kept {kept}\n", page.read().decode())
 
     def test_says_when_it_can_serve(self) -> None:
         """As systemd's Type=notify expects it."""

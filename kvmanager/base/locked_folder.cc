@@ -126,7 +126,7 @@ absl::StatusOr<LockedFolder> LockedFolder::Open(absl::string_view field, const s
     return FieldError(absl::StatusCode::kUnavailable, field,
                       absl::StrCat(path, " (opening ", lock_path, ": ", std::strerror(errno), ")"),
                       "a directory in which this daemon can write: on a file system that is mounted read-write and has "
-                      "room");
+                      "room (a systemd unit also needs ReadWritePaths=)");
   }
   if (!Lock(lock)) {
     const bool is_open = errno == EWOULDBLOCK;

@@ -143,7 +143,10 @@ absl::Status ServerMemory::OpenKept(const Options& options, const Clock* clock) 
   if (keeper_->left() > 0) {
     const absl::Status taken = TakeOver(pool);
     if (taken.ok()) return absl::OkStatus();
-    spdlog::warn("the memory of an earlier daemon is given up, with its blocks: {}", std::string(taken.message()));
+    spdlog::warn(
+        "the memory of an earlier daemon is given up, with its blocks: {} (so after a change of --host-pool-bytes, "
+        "--slab-bytes or its format)",
+        std::string(taken.message()));
   }
   const absl::Status made = MakeAnew(pool);
   // A service's keeper may have taken its place meanwhile.

@@ -354,7 +354,7 @@ absl::StatusOr<OpenedIndex> OpenIndex(const DiskFolder& folder, rocksdb::FileSys
   return FieldError(
       opened.status().code(), "--disk-path", absl::StrCat(folder.path(), " (", opened.status().message(), ")"),
       "a folder that one daemon alone uses and can write: on a file system that is mounted read-write and "
-      "has room");
+      "has room (a systemd unit also needs ReadWritePaths=)");
 }
 
 }  // namespace kvmanager
