@@ -9,7 +9,6 @@
 #include "absl/strings/match.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
-#include "kvmanager/base/child_process.h"
 #include "kvmanager/keep/keeper.h"
 #include "kvmanager/keep/keeper_testing.h"
 #include "tests/harness.h"
@@ -132,14 +131,14 @@ TEST_F(RestartTest, AServicesKeeperTakesThePlaceOfTheDaemons) {
   ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
   Publish(*cache, source, 4);
   ASSERT_TRUE(AllRecorded());
-  ASSERT_OK_AND_ASSIGN(ChildProcess service,
-                       ChildProcess::Start({DataPath("kvmanager/daemon/kvmanagerd"), kKeeperFlag, state_}, {}));
-  ASSERT_TRUE(Eventually([&] { return KeeperOf(state_) == service.pid(); }));
+  ASSERT_OK_AND_ASSIGN(const auto service,
+                       ChildProcess::Start({DataPath("kvmanager/daemon/kvmanagerd"), kKeeperFlag, state_}));
+  ASSERT_TRUE(Eventually([&] { return KeeperOf(state_) == service->pid(); }));
   ASSERT_TRUE(Eventually([&] { return log_.Says("another process keeps the memory now"); }));
   EXPECT_EQ(Metric("kvmanager_memory_kept"), 1);
   cache.reset();
   ExpectFoundAfterAKill(options, source, 4);
-  EXPECT_EQ(KeeperOf(state_), service.pid());
+  EXPECT_EQ(KeeperOf(state_), service->pid());
 }
 
 TEST_F(RestartTest, AKeeperThatNobodyWouldFindIsReplaced) {
