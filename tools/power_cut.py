@@ -16,6 +16,7 @@ FILE_SYSTEMS = ("ext4", "xfs", "btrfs")
 _PYTHON = "/usr/bin/python3"  # Debian's, which has fusepy
 _SERVER = pathlib.Path(__file__).resolve().parent / "volatile_disk.py"
 _WAIT_S = 30
+_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # mkfs and losetup; the PATH of others may lack these
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
 
@@ -26,7 +27,7 @@ def missing(file_system: str) -> str:
     for path in ("/dev/fuse", "/dev/loop-control"):
         if not os.access(path, os.W_OK):
             return path
-    if shutil.which(f"mkfs.{file_system}") is None:
+    if shutil.which(f"mkfs.{file_system}", path=_PATH) is None:
         return f"mkfs.{file_system}"
     if subprocess.run([_PYTHON, "-c", "import fusepy"], capture_output=True, check=False).returncode:
         return "python3-fusepy"
@@ -117,7 +118,7 @@ def _unmount(path: pathlib.Path) -> None:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": _PATH})
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
