@@ -4,31 +4,19 @@
 #include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <memory>
-#include <string>
 #include <thread>
 #include <utility>
 
+#include "kvmanager/base/journal.h"
+
 namespace kvmanager {
 namespace {
-
-// sd-daemon(3).
-constexpr char kJournalError[] = "<3>", kJournalWarning[] = "<4>", kJournalInfo[] = "<6>", kJournalDebug[] = "<7>";
-
-// Whether stderr is the journal's, as systemd says: JOURNAL_STREAM=DEVICE:INODE.
-bool IsJournal() {
-  const char* const stream = std::getenv("JOURNAL_STREAM");
-  struct stat file;
-  if (stream == nullptr || fstat(STDERR_FILENO, &file) != 0) return false;
-  return std::to_string(file.st_dev) + ":" + std::to_string(file.st_ino) == stream;
-}
 
 class JournalPriority final : public spdlog::custom_flag_formatter {
  public:
@@ -43,8 +31,6 @@ class JournalPriority final : public spdlog::custom_flag_formatter {
 };
 
 }  // namespace
-
-const char* ErrorPrefix() { return IsJournal() ? kJournalError : ""; }
 
 Log::Log(const std::string& level) {
   spdlog::init_thread_pool(kLinesMax, 1);

@@ -24,7 +24,4 @@ class Log {
   int End(int status);
 };
 
-/// What an error that is written to stderr by other means begins with: its priority in the journal, or nothing.
-const char* ErrorPrefix();
-
 }  // namespace kvmanager

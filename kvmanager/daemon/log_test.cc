@@ -14,6 +14,7 @@
 #include <string>
 
 #include "gtest/gtest.h"
+#include "kvmanager/base/journal.h"
 
 namespace kvmanager {
 namespace {

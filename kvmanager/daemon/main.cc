@@ -20,6 +20,7 @@
 #include "kvmanager/base/blas_core.h"
 #include "kvmanager/base/core_slice.h"
 #include "kvmanager/base/failpoints.h"
+#include "kvmanager/base/journal.h"
 #include "kvmanager/daemon/limit_table.h"
 #include "kvmanager/daemon/log.h"
 #include "kvmanager/daemon/options.h"

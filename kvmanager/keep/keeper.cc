@@ -22,6 +22,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/clock.h"
+#include "kvmanager/base/journal.h"
 #include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/keep/keeper_wire.h"
@@ -67,6 +68,12 @@ absl::Status TakeOver(int socket, Kept* kept) {
   return absl::OkStatus();
 }
 
+/// Whether the process at the other end has closed its own.
+bool IsGone(int socket) {
+  pollfd look{socket, 0, 0};
+  return poll(&look, 1, 0) > 0 && (look.revents & (POLLHUP | POLLERR)) != 0;
+}
+
 /// The socket that daemons connect to; -1: another keeper has it. kept: nullptr, or what takes over from that one,
 /// which a daemon started, instead.
 absl::StatusOr<int> Listen(const std::string& path, Kept* kept) {
@@ -89,10 +96,11 @@ absl::StatusOr<int> Listen(const std::string& path, Kept* kept) {
       const int other = ConnectToKeeper(path);
       const bool is_there = other >= 0 || errno == EAGAIN;
       const absl::Status taken = other >= 0 && kept != nullptr ? TakeOver(other, kept) : absl::OkStatus();
+      const bool is_silent = other < 0 || (!taken.ok() && !IsGone(other));
       if (other >= 0) close(other);
       if (is_there && kept == nullptr) return -1;
       if (absl::IsFailedPrecondition(taken)) return taken;
-      if (is_there && other < 0)
+      if (is_there && is_silent)
         return absl::UnavailableError("another keeper is there, and does not answer: end it first");
       if (is_there && tries < kTries) continue;
     }
@@ -226,7 +234,7 @@ void LeaveStarter() {
 int RunKeeper(int argc, char** argv, const std::function<void()>& ready) {
   uint64_t seconds = 0;
   if (argc < 3 || argc > 4 || (argc == 4 && (!absl::SimpleAtoi(argv[3], &seconds) || seconds > kSecondsMax))) {
-    std::fprintf(stderr, "usage: kvmanagerd %s FOLDER [SECONDS], SECONDS 0..%llu\n", kKeeperFlag,
+    std::fprintf(stderr, "%susage: kvmanagerd %s FOLDER [SECONDS], SECONDS 0..%llu\n", ErrorPrefix(), kKeeperFlag,
                  static_cast<unsigned long long>(kSecondsMax));
     return kExitUsage;
   }
@@ -245,7 +253,8 @@ int RunKeeper(int argc, char** argv, const std::function<void()>& ready) {
   if (folder >= 0) flock(folder, LOCK_EX);
   auto listening = path.ok() ? Listen(*path, of_daemon ? nullptr : &kept) : absl::StatusOr<int>(path.status());
   if (!listening.ok()) {
-    std::fprintf(stderr, "kvmanagerd %s: %s\n", kKeeperFlag, std::string(listening.status().message()).c_str());
+    std::fprintf(stderr, "%skvmanagerd %s: %s\n", ErrorPrefix(), kKeeperFlag,
+                 std::string(listening.status().message()).c_str());
     return kExitFailed;
   }
   if (folder >= 0) close(folder);

@@ -267,7 +267,9 @@ TEST_F(KeeperTest, AKeeperThatIsStoppedIsAnError) {
   const auto stopped = MemoryKeeper::Open(folder_, {program_, kKeeperFlag, folder_, "30"});
   EXPECT_EQ(stopped.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(stopped.status().message()), ::testing::HasSubstr("--state-dir " + folder_));
+  EXPECT_EQ(StatusOf(Run({kKeeperFlag, folder_})), 1) << "a service's neither waits for it for ever";
   for (const int fd : waiting) close(fd);
+  EXPECT_EQ(StatusOf(Run({kKeeperFlag, folder_})), 1) << "nor where it can connect";
   ASSERT_EQ(kill(keeper, SIGCONT), 0);
   EXPECT_NE(Open(), nullptr);
 }
