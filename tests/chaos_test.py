@@ -44,8 +44,7 @@ class Chaos(unittest.TestCase):
         if lack := power_cut.missing("ext4"):
             self.skipTest(f"power cuts under a real file system need {lack}")
         said = self.disk("--minutes", str(_POWER_CUT_MINUTES), "--power-cut", "ext4")
-        self.assertRegex(said, r"power cut [1-9]")
-        self.assertRegex(said, r"kept: all [1-9]\d*, some [1-9]\d*, nothing [1-9]")
+        self.assertRegex(said, r"power cut [1-9]")  # what is not synced then is a matter of moments: volatile_disk_test
 
     def disk(self, *arguments: str) -> str:
         done = _chaos(
