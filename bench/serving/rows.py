@@ -30,6 +30,15 @@ def number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 
+def head(results: dict, whole: bool) -> str:
+    """The line above a table of such results.json. whole: of the full scale."""
+    facts = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    where = facts["gpu"] or f"a CPU with {facts['cores']} cores, which says nothing of a GPU"
+    own = f"the engine's own cache has {results['scale']['engine_cache']} tokens"
+    return f"{where}; {versions}; {results['weights']}; {own}{'' if whole else '; not the full scale'}\n\n"
+
+
 class Rows(Generic[Figures]):
     """columns: in order."""
 

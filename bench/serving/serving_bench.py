@@ -34,6 +34,7 @@ import machine
 import processes
 import scale as scales
 from configurations import ALONE, CODECS, OFFLOAD, Configuration, parse
+from rows import head
 from summary import compared_faults, disk_faults, figures
 from table import NOTE, Table
 
@@ -259,14 +260,10 @@ class Bench:
         facts = self._results["machine"]
         token_bytes = scales.token_bytes(self._results["model"])
         made = Table(columns, self._scale, token_bytes, facts["limits"]).markdown() + NOTE
-        versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-        where = facts["gpu"] or f"a CPU with {facts['cores']} cores, which says nothing of a GPU"
-        quick = "" if self._scale in (scales.GPU, scales.CPU) else "; not the full scale"
-        head = (f"{where}; {versions}; {self._results['weights']}; the engine's own cache has {self._scale.engine_cache} tokens"
-                f"{quick}\n\n")
+        text = head(self._results, whole=self._scale in (scales.GPU, scales.CPU)) + made
         (self._options.out / "results.json").write_text(json.dumps(self._results), encoding="utf-8")
-        (self._options.out / "table.md").write_text(head + made, encoding="utf-8")
-        return head + made
+        (self._options.out / "table.md").write_text(text, encoding="utf-8")
+        return text
 
 
 def main() -> int:

@@ -35,6 +35,7 @@ import machine
 import processes
 from configurations import CODECS, Configuration, parse
 from counters import daemon_metrics
+from rows import head
 from scale import GIB, token_bytes, write_shape
 from sglang_summary import faults, figures
 from sglang_table import ALONE, FILES, NOTE, SGLANG, Table
@@ -260,14 +261,10 @@ class Bench:
                                                               if run["config"]["name"] in known else len(known)))
         columns = {Configuration(**run["config"]): figures(run) for run in runs}
         made = Table(columns, self._scale.lengths, self._token, facts["limits"]["load_gb_s"]).markdown() + NOTE
-        versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-        where = facts["gpu"] or f"a CPU with {facts['cores']} cores, which says nothing of a GPU"
-        quick = "" if self._scale in (GPU, CPU) else "; not the full scale"
-        head = (f"{where}; {versions}; {self._results['weights']}; the engine's own cache has {self._scale.engine_cache} tokens"
-                f"{quick}\n\n")
+        text = head(self._results, whole=self._scale in (GPU, CPU)) + made
         self._write_results()
-        (self._options.out / "table.md").write_text(head + made, encoding="utf-8")
-        return head + made
+        (self._options.out / "table.md").write_text(text, encoding="utf-8")
+        return text
 
     def _write_results(self) -> None:
         whole = self._options.out / "results.new"

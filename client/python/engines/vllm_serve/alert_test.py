@@ -100,6 +100,7 @@ class AlertTest(unittest.TestCase):
                     pages += first >= cache.description.sink_tokens
                     self.compared(daemon, codec, pages - AHEAD)
             found = self.compared(daemon, codec, pages)
+            self.assertEqual(pages, sum(value for _, kind, _, value in found if kind == "count"), codec)
         mean = sum(value for _, kind, _, value in found if kind == "sum") / pages
         print(f"{codec}: {pages} pages, mean error {mean:.3f}", flush=True)
         return found
