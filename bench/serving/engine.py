@@ -12,12 +12,13 @@ import pathlib
 import sys
 import time
 import traceback
-from typing import Callable
+from typing import AsyncContextManager, Callable
 
 import counters
 import workload
 from counters import daemon_metrics
 from scale import BLOCK_TOKENS, Scale, token_bytes
+from turns import Turn
 
 _STILL_S = 1.0  # nothing stored for so long: all is stored
 _SETTLE_S = 60.0
@@ -50,9 +51,12 @@ class Engine:
         }
         if plan["gpu"]:
             arguments["gpu_memory_utilization"] = plan["gpu_memory"]
+        if plan["gpu"] and plan["turns"]:  # what is free changes while several start
+            arguments["kv_cache_memory_bytes"] = scale.engine_cache * plan["token_bytes"]
         self._metrics = plan["metrics"]
         self._has_connector = plan["transfer"] is not None
         self._count = 0
+        self._turn = Turn(plan["turns"])
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def ask(self, prompt: list[int], output: int) -> workload.Answer:
@@ -64,6 +68,9 @@ class Engine:
         async for last in self._engine.generate({"prompt_token_ids": prompt}, sampling, str(self._count)):
             first = first or time.monotonic() - began
         return workload.Answer(first, time.monotonic() - began, last.num_cached_tokens or 0, len(last.outputs[0].token_ids))
+
+    def turn(self) -> AsyncContextManager[None]:
+        return self._turn.taken()
 
     async def forget(self) -> None:
         end = time.monotonic() + _FORGET_S
@@ -97,6 +104,7 @@ class Engine:
         return counters.read(REGISTRY)
 
     def close(self) -> None:
+        self._turn.close()
         self._engine.shutdown()
 
 

@@ -36,7 +36,8 @@ def head(results: dict, whole: bool) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     where = facts["gpu"] or f"a CPU with {facts['cores']} cores, which says nothing of a GPU"
     own = f"the engine's own cache has {results['scale']['engine_cache']} tokens"
-    return f"{where}; {versions}; {results['weights']}; {own}{'' if whole else '; not the full scale'}\n\n"
+    more = ("; engines side by side" if results.get("side_by_side") else "") + ("" if whole else "; not the full scale")
+    return f"{where}; {versions}; {results['weights']}; {own}{more}\n\n"
 
 
 class Rows(Generic[Figures]):

@@ -3,11 +3,13 @@
 
     serving_bench.py --out DIR                                     # a GPU: Llama-3.1-8B's shape, dummy weights
     serving_bench.py --out DIR --quick --configs vllm raw          # a few requests of each way: does it work?
+    serving_bench.py --out DIR --side-by-side --parts latency      # all engines at once, in turns
     serving_bench.py --out DIR --compare --configs raw k4v3        # are loaded blocks what was stored?
     serving_bench.py --out DIR --quick --python ENV/bin/python --model SMOLLM2 --configs vllm raw    # a CPU
 
 Each engine is an AsyncLLM with an EngineCore of its own; one runs at a time, and a round runs all configurations, so that what
-changes on the machine meets all of them. Prompts are token ids: prefixes of two lengths that do not fit the engine's own cache
+changes on the machine meets all of them. --side-by-side starts all of a round's timed engines at once and lets them take turns,
+request by request: ratios between them are then as narrow as a machine allows, but all models and pools must fit it. Prompts are token ids: prefixes of two lengths that do not fit the engine's own cache
 of --engine-cache tokens together, cold, then warm one at a time and four at once; each warm request is followed by one of the
 same prefix, then resident in the engine's own cache; unique prompts at the end. A second engine of each configuration (--parts
 capacity) fills a small pool of host memory and counts the tokens that are found again. --parts disk takes the time of prompts
@@ -21,12 +23,14 @@ package (--client); kvmanagerd is started and stopped for each engine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -37,6 +41,7 @@ from configurations import ALONE, CODECS, OFFLOAD, Configuration, parse
 from rows import head
 from summary import compared_faults, disk_faults, figures
 from table import NOTE, Table
+from turns import Turns
 
 _FOLDER = pathlib.Path(__file__).resolve().parent
 _KINDS = ("latency", "capacity", "disk", "compare")
@@ -53,6 +58,8 @@ def arguments() -> argparse.Namespace:
     add("--configs", nargs="+", default=default, metavar="NAME",
         help=f"of {', '.join(default)}, or NAME=CODEC for another codec of kvmanager; none: measure nothing; default: all five")
     add("--rounds", type=int, default=2, help="engines of each configuration whose times are taken (default 2)")
+    add("--side-by-side", action="store_true", help="timed engines of a round run at once and take turns")
+    add("--cycles", type=int, help="passes over all prefixes in each timed engine (default 5; with --quick 1)")
     add("--parts", nargs="+", choices=_KINDS[:3], default=list(_KINDS[:2]),
         help="latency, capacity (default both), disk: prompts that kvmanager's disk alone has")
     add("--compare", action="store_true",
@@ -74,24 +81,43 @@ def arguments() -> argparse.Namespace:
     add("--connector", default="{}", metavar="JSON", help="further kv_connector_extra_config of kvmanager's connector")
     add("--disk-dir", type=pathlib.Path, metavar="DIR", help="--parts disk: the daemon's disk is a new folder there (default --out)")
     add("--gpu-memory", type=float, default=0.5, help="vLLM's gpu_memory_utilization (default 0.5)")
-    add("--pool-gib", type=float, help="host memory of the timed engines' pools (default 40; on a CPU 1)")
+    add("--pool-gib", nargs="+", default=[], metavar="GIB",
+        help="host memory of the timed engines' pools (default 40; on a CPU 1); CONFIG=GIB: of that configuration's alone")
     add("--capacity-pool-gib", type=float, help="of the pools that are filled (default 8; on a CPU 0.125)")
     add("--engine-cache", type=int, help="tokens of the engine's own cache (default 49152; on a CPU 6144)")
     options = parser.parse_args()
     try:
         options.configs = [] if options.configs == ["none"] else [parse(each) for each in options.configs]
+        options.pools, options.pool_gib = pools_of(options.pool_gib, [each.name for each in options.configs])
         options.connector = json.loads(options.connector)
         if not isinstance(options.connector, dict):
             raise ValueError(f"--connector is {options.connector!r}, must be a JSON object")
     except ValueError as error:
         parser.error(str(error))
-    if options.rounds < 1:
-        parser.error(f"--rounds is {options.rounds}, must be at least 1")
+    for name in ("rounds", "cycles"):
+        if (number := getattr(options, name)) is not None and number < 1:
+            parser.error(f"--{name} is {number}, must be at least 1")
     if any(each.codec for each in options.configs) and not os.access(options.daemon, os.X_OK):
         parser.error(f"--daemon: {options.daemon} is not a program: bazel build --config=opt //kvmanager/daemon:kvmanagerd")
     if not options.configs and not options.add:
         parser.error("--configs none: needs --add")
     return options
+
+
+def pools_of(given: list[str], names: list[str]) -> tuple[dict[str, float], float | None]:
+    """--pool-gib: GiB by configuration, and of the others; None: the default."""
+    pools, others = {}, None
+    for each in given:
+        name, _, gib = each.rpartition("=")
+        if name and name not in names:
+            raise ValueError(f"--pool-gib {each}: {name!r} is not of --configs, {', '.join(names)}")
+        if not 0 < float(gib) < 1 << 20:
+            raise ValueError(f"--pool-gib {each}: must be above 0")
+        if name:
+            pools[name] = float(gib)
+        else:
+            others = float(gib)
+    return pools, others
 
 
 def environment(options: argparse.Namespace, gpu: bool) -> dict[str, str]:
@@ -127,12 +153,22 @@ def scale_of(options: argparse.Namespace, gpu: bool) -> scales.Scale:
         changes["capacity_pool_bytes"] = int(options.capacity_pool_gib * scales.GIB)
     if options.engine_cache:
         changes["engine_cache"] = options.engine_cache
+    if options.cycles:
+        changes["cycles"] = options.cycles
     chosen = dataclasses.replace(chosen, **changes)
     try:
         chosen.check()
     except ValueError as error:
         raise SystemExit(f"--engine-cache: {error}") from error
     return chosen
+
+
+def groups(planned: list, side_by_side: bool) -> list[list]:
+    """Of plans(): those that run at once."""
+    found: dict[object, list] = {}
+    for place, (kind, number, configuration) in enumerate(planned):
+        found.setdefault((kind, number) if side_by_side and kind == "latency" else place, []).append((kind, number, configuration))
+    return list(found.values())
 
 
 def plans(options: argparse.Namespace) -> list[tuple[str, int, Configuration]]:
@@ -174,6 +210,7 @@ class Bench:
         self._model = options.model or scales.write_shape(options.out / "llama-3.1-8b-shape")
         weights = f"model {options.model.name}" if options.model else "Llama-3.1-8B's shape, dummy weights"
         return {"scale": dataclasses.asdict(scale_of(options, bool(facts["gpu"]))), "machine": facts, "weights": weights,
+                "side_by_side": options.side_by_side,
                 "model": json.loads((self._model / "config.json").read_text(encoding="utf-8")), "configurations": {}, "runs": []}
 
     def _take(self, file: pathlib.Path, earlier: dict[str, Any]) -> None:
@@ -190,32 +227,64 @@ class Bench:
     def run(self) -> bool:
         """Whether all that was asked for was measured."""
         whole = True
-        for kind, number, configuration in plans(self._options):
-            run: dict[str, Any] = {"kind": kind, "round": number, "config": configuration.name}
-            left = self._end - time.monotonic()
-            if configuration.name == OFFLOAD and not self._gpu:
+        for group in groups(plans(self._options), self._options.side_by_side):
+            for run in self._run_group(group):
+                whole = whole and "error" not in run
+                said = run.get("error") or f"{run['seconds']:.0f} s"
+                print(f"{run['kind']}, round {run['round']}, {run['config']}: {said}", flush=True)
+                self._results["runs"].append(run)
+            self.write()
+        return whole
+
+    def _run_group(self, group: list[tuple[str, int, Configuration]]) -> list[dict[str, Any]]:
+        """Engines that run at once."""
+        left = self._end - time.monotonic()
+        runs = [{"kind": kind, "round": number, "config": configuration.name} for kind, number, configuration in group]
+        started = []
+        for run in runs:
+            if run["config"] == OFFLOAD and not self._gpu:
                 run["error"] = _NO_GPU
             elif left < _ENGINE_MIN_S:
                 run["error"] = f"--seconds {self._options.seconds:.0f} are over"
             else:
-                began = time.monotonic()
-                run.update(self._engine(kind, number, configuration, min(left, self._options.engine_seconds)))
-                run["seconds"] = time.monotonic() - began
-            whole = whole and "error" not in run
-            said = run.get("error") or f"{run['seconds']:.0f} s"
-            print(f"{kind}, round {number}, {configuration.name}: {said}", flush=True)
-            self._results["runs"].append(run)
-            self.write()
-        return whole
+                started.append(run)
+        with tempfile.TemporaryDirectory(prefix="kvturns") as folder, contextlib.ExitStack() as stack:
+            turns = None
+            if len(started) > 1:
+                turns = stack.enter_context(contextlib.closing(Turns(pathlib.Path(folder) / "turns.sock", len(started))))
+            configurations = {configuration.name: configuration for _, _, configuration in group}
+            threads = [threading.Thread(target=self._run_one, args=(run, configurations[run["config"]], left, turns)) for run in started]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return runs
 
-    def _engine(self, kind: str, number: int, configuration: Configuration, limit_s: float) -> dict[str, Any]:
+    def _run_one(self, run: dict[str, Any], configuration: Configuration, left: float, turns: Turns | None) -> None:
+        began = time.monotonic()
+        limit_s = min(left, self._options.engine_seconds)
+        try:
+            run.update(self._engine(run["kind"], run["round"], configuration, limit_s, turns))
+        except Exception as error:  # a thread's: it is one configuration that was not measured
+            run["error"] = f"{type(error).__name__}: {error}"
+        finally:
+            if turns is not None:
+                turns.leave()
+        run["seconds"] = time.monotonic() - began
+
+    def _engine(self, kind: str, number: int, configuration: Configuration, limit_s: float,
+                turns: Turns | None) -> dict[str, Any]:
         options, name = self._options, f"{kind}-{number}-{configuration.name}"
-        pool_bytes = self._scale.capacity_pool_bytes if kind in ("capacity", "disk") else self._scale.pool_bytes
+        pool_bytes = self._scale.capacity_pool_bytes
+        if kind not in ("capacity", "disk"):
+            pool_bytes = int(options.pools.get(configuration.name, self._scale.pool_bytes / scales.GIB) * scales.GIB)
         with (tempfile.TemporaryDirectory(prefix="kvserve") as text,
               tempfile.TemporaryDirectory(prefix="kvserve-disk", dir=options.disk_dir or options.out) as disk):
             folder = pathlib.Path(text)
             plan = {"kind": kind, "scale": dataclasses.asdict(self._scale), "model": str(self._model),
-                    "dummy": options.model is None, "gpu": self._gpu, "gpu_memory": options.gpu_memory,
+                    "dummy": options.model is None, "gpu": self._gpu,
+                    "gpu_memory": options.gpu_memory / (len(options.configs) if turns else 1),
+                    "turns": str(turns.path) if turns else "", "token_bytes": scales.token_bytes(self._results["model"]),
                     "compression_max": configuration.compression_max, "metrics": ""}
             if configuration.codec is None:
                 return self._measure(name, folder, {**plan, "transfer": configuration.transfer("", pool_bytes, {})}, limit_s)
@@ -260,7 +329,8 @@ class Bench:
         facts = self._results["machine"]
         token_bytes = scales.token_bytes(self._results["model"])
         made = Table(columns, self._scale, token_bytes, facts["limits"]).markdown() + NOTE
-        text = head(self._results, whole=self._scale in (scales.GPU, scales.CPU)) + made
+        full = dataclasses.replace(self._scale, cycles=min(self._scale.cycles, scales.GPU.cycles))  # more passes are no less
+        text = head(self._results, whole=full in (scales.GPU, scales.CPU)) + made
         (self._options.out / "results.json").write_text(json.dumps(self._results), encoding="utf-8")
         (self._options.out / "table.md").write_text(text, encoding="utf-8")
         return text

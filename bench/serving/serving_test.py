@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -24,6 +25,7 @@ from intervals import Interval, quantile, ratio_of_medians
 from scale import BLOCK_TOKENS
 from summary import compared_faults, disk_faults, figures, hit_share
 from table import Table
+from turns import Turn, Turns
 
 TINY = scales.Scale(
     short=256, short_prefixes=6, long=512, long_prefixes=4, engine_cache=1024, model_len=1024, batch=1024, cycles=3, suffix=64,
@@ -71,6 +73,10 @@ class Simulated:
         seconds = (1e-3 * (len(prompt) - disk * BLOCK_TOKENS) + 1e-4 * (pool - own) * BLOCK_TOKENS
                    + 3e-4 * (disk - pool) * BLOCK_TOKENS)
         return workload.Answer(seconds, seconds, disk * BLOCK_TOKENS, output)
+
+    @contextlib.asynccontextmanager
+    async def turn(self):
+        yield
 
     async def forget(self) -> None:
         self._own.clear()
@@ -342,24 +348,36 @@ class ResultsTest(unittest.TestCase):
 
 # A Python with everything: machine.py says so, and engine.py runs with a simulated engine.
 PYTHON = """#!{python}
-import json, sys
+import contextlib, json, sys
 sys.path[:0] = [{here!r}]
 if sys.argv[1].endswith("machine.py"):
     print(json.dumps(dict(gpu="", cores=2, versions=dict(vllm="1"), vllm=True, kvmanager=True,
                           limits=dict(load_gb_s=1.0, store_gb_s=1.0))))
     raise SystemExit
 import engine, serving_test
+from turns import Turn
 class Engine(serving_test.Simulated):
     def __init__(self, plan):
         pool = plan["scale"]["capacity_pool_bytes" if plan["kind"] == "capacity" else "pool_bytes"] // 1024
         super().__init__(plan["scale"]["engine_cache"], pool if plan["transfer"] else 0)
-        self.broken = (plan["transfer"] or dict()).get("kv_connector_extra_config", dict()).get("codec") == "broken"
+        self._turn, self._plan = Turn(plan["turns"]), plan
+        self.codec = (plan["transfer"] or dict()).get("kv_connector_extra_config", dict()).get("codec")
     async def ask(self, prompt, output):
-        if self.broken:
+        if self.codec == "broken":
             raise ValueError("no such codec")
         return await super().ask(prompt, output)
+    @contextlib.asynccontextmanager
+    async def turn(self):
+        async with self._turn.taken():
+            if self._plan["turns"]:
+                with open({log!r}, "a") as log:
+                    print("begins", self.codec, file=log, flush=True)
+                    yield
+                    print("ends", self.codec, file=log, flush=True)
+            else:
+                yield
     def close(self):
-        pass
+        self._turn.close()
 engine.Engine, engine.daemon_metrics = Engine, lambda address: dict(kvmanager_published_blocks=3.0)
 sys.argv = sys.argv[1:]
 sys.exit(engine.main())
@@ -373,7 +391,8 @@ class WholeTest(unittest.TestCase):
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         here = str(pathlib.Path(__file__).resolve().parent)
         model = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 1, "num_key_value_heads": 4, "vocab_size": 9000}
-        files = {"python": PYTHON.format(python=sys.executable, here=here), "config.json": json.dumps(model),
+        self.turns = folder / "turns"
+        files = {"python": PYTHON.format(python=sys.executable, here=here, log=str(self.turns)), "config.json": json.dumps(model),
                  "kvmanagerd": "#!/bin/sh\necho kvmanagerd ready listen=x metrics=127.0.0.1:7\nexec sleep 1000\n"}
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -393,6 +412,27 @@ class WholeTest(unittest.TestCase):
         self.assertRegex(table, r"\| tokens found again in 0.004 GiB \| - \| [34],\d{3} \|")
         self.assertNotIn("Not measured", table)
 
+    def test_side_by_side_one_works_while_the_others_wait(self) -> None:
+        done, table = self.run_bench("--configs", "vllm", "raw", "bad=broken", "--parts", "latency", "--side-by-side", "--cycles", "2")
+        self.assertEqual(1, done.returncode)
+        self.assertIn("- kvmanager bad, latency, round 1: ValueError: no such codec", table)
+        self.assertIn("| 1K warm: TTFT, ms | 1088, 1088 (16) | 166, 166 (16) | - |", table)
+        self.assertIn("engines side by side", table)
+        lines = self.turns.read_text().splitlines()
+        lines.remove("begins broken")  # in its first turn
+        self.assertEqual([line.replace("begins", "ends") for line in lines[::2]], lines[1::2])
+        # The two that are left have a turn each in every round: no one has three running.
+        own = [line == "begins None" for line in lines[::2]]
+        self.assertEqual(len(own), 2 * sum(own))
+        self.assertFalse(any(own[i] == own[i + 1] == own[i + 2] for i in range(len(own) - 2)))
+
+    def test_a_pool_of_a_configuration_that_is_none(self) -> None:
+        command = [sys.executable, serving_bench.__file__, "--out", "/tmp", "--configs", "vllm", "--pool-gib", "8", "raw=1"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        self.assertEqual(2, done.returncode)
+        self.assertIn("--pool-gib raw=1: 'raw' is not of --configs, vllm", done.stderr)
+        self.assertEqual(({"raw": 1.5}, 8.0), serving_bench.pools_of(["8", "raw=1.5"], ["raw"]))
+
     def test_what_fails_is_in_the_table_and_in_the_status(self) -> None:
         done, table = self.run_bench("--configs", "offload", "bad=broken", "raw", "--parts", "latency")
         self.assertEqual(1, done.returncode)
@@ -404,6 +444,66 @@ class WholeTest(unittest.TestCase):
         done, table = self.run_bench("--configs", "vllm", "raw", "--compare")
         self.assertEqual(0, done.returncode, done.stdout + done.stderr)
         self.assertIn("| kvmanager raw | 2112 | 32 | 32 | 32 | 0.0000 | 0.0000 | 0 |", table)
+
+
+class TurnsTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "turns"
+
+    def test_rounds_in_drawn_orders(self) -> None:
+        working, order = [0], []
+
+        async def engine(number: int, turns: int) -> None:
+            turn = Turn(str(self.path))
+            for _ in range(turns):
+                async with turn.taken():
+                    working[0] += 1
+                    self.assertEqual(1, working[0])
+                    order.append(number)
+                    await asyncio.sleep(0.001)
+                    working[0] -= 1
+            turn.close()
+            given.leave()
+
+        async def all_engines() -> None:
+            await asyncio.gather(*(engine(number, 8 if number else 4) for number in range(3)))
+
+        with contextlib.closing(Turns(self.path, 3)) as given:
+            asyncio.run(all_engines())
+        rounds = [tuple(order[at : at + 3]) for at in range(0, 12, 3)]
+        for each in rounds:
+            self.assertEqual({0, 1, 2}, set(each))
+        self.assertEqual(4 * [{1, 2}], [set(order[at : at + 2]) for at in range(12, 20, 2)], "one has left")
+        self.assertGreater(len(set(rounds)), 1)
+
+    def test_an_engine_that_ends_in_its_turn_holds_up_nobody(self) -> None:
+        with contextlib.closing(Turns(self.path, 2)) as given:
+            async def both() -> None:
+                dying, living = Turn(str(self.path)), Turn(str(self.path))
+
+                async def die() -> None:
+                    async with dying.taken():
+                        dying.close()
+                        given.leave()
+                        raise ConnectionError
+
+                async def live() -> int:
+                    for _ in range(3):
+                        async with living.taken():
+                            pass
+                    living.close()
+                    return 3
+
+                found = await asyncio.wait_for(asyncio.gather(die(), live(), return_exceptions=True), 30)
+                self.assertEqual(3, found[1])
+            asyncio.run(both())
+
+    def test_without_a_path_every_turn_is_its_own(self) -> None:
+        async def engine() -> int:
+            async with Turn("").taken():
+                return 1
+
+        self.assertEqual(1, asyncio.run(engine()))
 
 
 class ProcessesTest(unittest.TestCase):

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import random
 import time
-from typing import Awaitable, Callable, Protocol
+from typing import AsyncContextManager, Awaitable, Callable, Protocol
 
 from counters import change
 from scale import BLOCK_TOKENS, Scale
@@ -34,6 +34,8 @@ class Asked(Protocol):
     """An engine."""
 
     async def ask(self, prompt: list[int], output: int) -> Answer: ...
+    def turn(self) -> AsyncContextManager[None]:
+        """Within it no other engine of the benchmark's works."""
     async def forget(self) -> None:
         """Empties the engine's own cache."""
     async def settle(self) -> None:
@@ -100,7 +102,8 @@ async def _batch(engine: Asked, record: Record, way: str, cycle: int, asked: lis
 
 
 async def latency(engine: Asked, record: Record, scale: Scale, vocabulary: int) -> None:
-    """Cold prompts, then cycles of warm and resident ones and of warm ones four at once, then unique ones."""
+    """Cold prompts, then cycles of warm and resident ones and of warm ones four at once, then unique ones. Nothing of note is
+    being stored when a turn ends."""
     known = Prompts(scale, vocabulary)
 
     async def cold(length: str) -> None:
@@ -110,27 +113,32 @@ async def latency(engine: Asked, record: Record, scale: Scale, vocabulary: int) 
 
     async def warm(length: str, cycle: int) -> None:
         for pair, prefix in enumerate(known.prefixes[length]):
-            for way in ("warm", "resident"):
-                prompt = known.suffixed(prefix)
-                record.add(f"{length} {way}", cycle, pair, prompt, await engine.ask(prompt, scale.output))
+            async with engine.turn():
+                for way in ("warm", "resident"):
+                    prompt = known.suffixed(prefix)
+                    record.add(f"{length} {way}", cycle, pair, prompt, await engine.ask(prompt, scale.output))
 
     for length in LENGTHS:  # kernels are compiled, and memory is touched, before anything counts
-        await engine.ask(prompts(4, 1, getattr(scale, length), vocabulary)[0], scale.output)
-    await engine.settle()
+        async with engine.turn():
+            await engine.ask(prompts(4, 1, getattr(scale, length), vocabulary)[0], scale.output)
+            await engine.settle()
     for length in LENGTHS:
-        await _phase(engine, record, f"{length} cold", cold(length))
-        await engine.settle()
+        async with engine.turn():
+            await _phase(engine, record, f"{length} cold", cold(length))
+            await engine.settle()
     for cycle in range(scale.cycles):
         for length in LENGTHS:
             await _phase(engine, record, f"{length} warm", warm(length, cycle))
         asked = [known.suffixed(prefix) for prefix in known.prefixes["short"]]
         way = "short at once"
-        await _phase(engine, record, way, _batch(engine, record, way, cycle, asked, scale.output, AT_ONCE))
-    await engine.settle()
+        async with engine.turn():
+            await _phase(engine, record, way, _batch(engine, record, way, cycle, asked, scale.output, AT_ONCE))
     for cycle in range(scale.unique_batches):
         asked = prompts(100 + cycle, scale.unique_prompts, scale.unique, vocabulary)
         work = _batch(engine, record, "unique", cycle, asked, scale.unique_output, scale.unique_at_once)
-        await _phase(engine, record, "unique", work)
+        async with engine.turn():
+            await _phase(engine, record, "unique", work)
+            await engine.settle()
 
 
 def filling(scale: Scale, compression_max: float, raw_tokens: int) -> int:
