@@ -35,8 +35,9 @@ class EncodeBench {
   struct Rates {
     double encode_gb_per_s = 0, decode_gb_per_s = 0;
   };
-  /// Of the first `pages` pages, spread over the model's layers.
-  Rates Measure(const Codec& codec, int layers, size_t pages) const {
+  /// Of the first `pages` pages, spread over the model's layers: layer by layer, or by blocks of all layers, as
+  /// engines' connectors have them.
+  Rates Measure(const Codec& codec, int layers, size_t pages, bool by_blocks = false) const {
     const auto kernels = codec.NewDeviceCodec();
     if (kernels == nullptr) CHECK_CUDA(cudaErrorMemoryAllocation);
     const size_t page_bytes = codec.info().encoded_bytes;
@@ -44,7 +45,7 @@ class EncodeBench {
     std::vector<DeviceEncodeItem> items;
     std::vector<DeviceDecodeItem> back;
     for (size_t i = 0; i < pages; ++i) {
-      const uint32_t layer = static_cast<uint32_t>(i * layers / pages);
+      const uint32_t layer = static_cast<uint32_t>(by_blocks ? i % layers : i * layers / pages);
       items.push_back({from_.get() + i * layout_.raw_bytes(), encoded.get() + i * page_bytes, 0, layer});
       back.push_back({encoded.get() + i * page_bytes, to_.get() + i * layout_.raw_bytes(), layer});
     }

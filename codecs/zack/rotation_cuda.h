@@ -24,23 +24,30 @@ void PackFactor(const float* factor, int rows, int columns, DType in, uint8_t* t
 
 struct DeviceRotation {
   PageLayout layout;                // of raw pages: 64 tokens, head_dim 64 or 128
+  uint32_t layers = 0;              // items' layers are below; at most 1024
   const uint8_t* encode = nullptr;  // packed, on the device: [layers][kv_heads][side], for elements of layout.dtype
   const uint8_t* decode = nullptr;  // likewise, for elements of float16
 };
 
-/// rotated [count] pages of float16 from items' raw ones; a value that does not fit is an infinity. inner: [count],
-/// out: `items` with the rotated pages for raw ones. All on the device.
-int LaunchRotateRaw(const DeviceRotation& rotation, const DeviceEncodeItem* items, uint32_t count, uint8_t* rotated,
-                    DeviceEncodeItem* inner, CUstream_st* stream);
+/// Scratch memory on the device, of the pages of one launch.
+struct RotatedPages {
+  uint8_t* rotated = nullptr;  // [count] pages of float16, 16-byte aligned
+  uint32_t* order = nullptr;   // [count] in which they are worked on
+};
+
+/// pages.rotated from items' raw pages; a value that does not fit is an infinity. inner: [count], out: `items` with the
+/// rotated pages for raw ones. All on the device.
+int LaunchRotateRaw(const DeviceRotation& rotation, const RotatedPages& pages, const DeviceEncodeItem* items,
+                    uint32_t count, DeviceEncodeItem* inner, CUstream_st* stream);
 /// Of rotated pages with an infinity, which a codec behind would not find: declined[i] = 1, and page_bytes
 /// bytes of the encoded page become zero. inner: what LaunchRotateRaw left.
 int LaunchDeclineInfinite(const PageLayout& layout, const DeviceEncodeItem* inner, uint32_t count, uint32_t page_bytes,
                           uint32_t* declined, CUstream_st* stream);
-/// inner: [count], out: `items` with pages of `rotated` for their raw ones.
-int LaunchNameRotated(const DeviceRotation& rotation, const DeviceDecodeItem* items, uint32_t count, uint8_t* rotated,
-                      DeviceDecodeItem* inner, CUstream_st* stream);
+/// inner: [count], out: `items` with pages of `pages.rotated` for their raw ones. Before LaunchRotateBack of the same.
+int LaunchNameRotated(const DeviceRotation& rotation, const RotatedPages& pages, const DeviceDecodeItem* items,
+                      uint32_t count, DeviceDecodeItem* inner, CUstream_st* stream);
 /// items' raw pages from rotated ones; values beyond the dtype become its largest.
-int LaunchRotateBack(const DeviceRotation& rotation, const DeviceDecodeItem* items, uint32_t count,
-                     const uint8_t* rotated, CUstream_st* stream);
+int LaunchRotateBack(const DeviceRotation& rotation, const RotatedPages& pages, const DeviceDecodeItem* items,
+                     uint32_t count, CUstream_st* stream);
 
 }  // namespace kvmanager::zack

@@ -83,23 +83,34 @@ __device__ __forceinline__ void MultiplyPacked(const uint4 (&a16)[kRowsMax / 32]
   }
 }
 
-/// to [64][columns] = from [64][rows] factor, of which a warp has 16 rows; rows (at most kRowsMax) and columns are
-/// multiples of 16. The largest of this lane's results, in value, before they are rounded.
-template <int kRowsMax, bool kBFloat16, Out kOut>
-__device__ __forceinline__ float RotateRows(const uint8_t* from, int rows, uint8_t* to, int columns,
-                                            const uint8_t* factor) {
-  constexpr int kParts = kBFloat16 ? 3 : 2;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint8_t* const row = from + (16 * warp + g) * rows * 2 + 16 * t;
+/// What a lane multiplies of 64 rows, of which a warp has 16: two rows' elements, 8 of each 32.
+template <int kRowsMax>
+struct RowsOfLane {
   uint4 a16[kRowsMax / 32][2];
+
+  /// from: [64][rows].
+  __device__ __forceinline__ void Load(const uint8_t* from, int rows) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const uint8_t* const row = from + (16 * warp + g) * rows * 2 + 16 * t;
 #pragma unroll
-  for (int kb = 0; kb < kRowsMax / 32; ++kb) {
+    for (int kb = 0; kb < kRowsMax / 32; ++kb) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      a16[kb][r] = make_uint4(0, 0, 0, 0);
-      if (32 * kb + 8 * t < rows) a16[kb][r] = __ldg(reinterpret_cast<const uint4*>(row + 8 * r * rows * 2 + 64 * kb));
+      for (int r = 0; r < 2; ++r) {
+        a16[kb][r] = make_uint4(0, 0, 0, 0);
+        if (32 * kb + 8 * t < rows)
+          a16[kb][r] = __ldg(reinterpret_cast<const uint4*>(row + 8 * r * rows * 2 + 64 * kb));
+      }
     }
   }
+};
+
+/// to [64][columns] = from [64][rows] factor; rows (at most kRowsMax) and columns are multiples of 16. The largest of
+/// this lane's results, in value, before they are rounded.
+template <int kRowsMax, bool kBFloat16, Out kOut>
+__device__ __forceinline__ float RotateLoaded(const RowsOfLane<kRowsMax>& from, int rows, uint8_t* to, int columns,
+                                              const uint8_t* factor) {
+  constexpr int kParts = kBFloat16 ? 3 : 2;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float scale = *reinterpret_cast<const float*>(factor);
   const uint2* b = reinterpret_cast<const uint2*>(factor + kFactorHeaderBytes) + lane * kParts;
   uint8_t* const out = to + (16 * warp + g) * columns * 2 + 16 * t;
@@ -107,7 +118,7 @@ __device__ __forceinline__ float RotateRows(const uint8_t* from, int rows, uint8
 #pragma unroll 1
   for (int m = 0; m < columns; m += 32) {
     float sums[4][4] = {};
-    MultiplyPacked<kRowsMax, kBFloat16>(a16, b, rows, sums);
+    MultiplyPacked<kRowsMax, kBFloat16>(from.a16, b, rows, sums);
     b += (rows + 31) / 32 * 8 * 32 * kParts;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -127,6 +138,14 @@ __device__ __forceinline__ float RotateRows(const uint8_t* from, int rows, uint8
     }
   }
   return most;
+}
+
+template <int kRowsMax, bool kBFloat16, Out kOut>
+__device__ __forceinline__ float RotateRows(const uint8_t* from, int rows, uint8_t* to, int columns,
+                                            const uint8_t* factor) {
+  RowsOfLane<kRowsMax> loaded;
+  loaded.Load(from, rows);
+  return RotateLoaded<kRowsMax, kBFloat16, kOut>(loaded, rows, to, columns, factor);
 }
 
 }  // namespace kvmanager::zack

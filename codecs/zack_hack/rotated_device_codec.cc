@@ -8,8 +8,9 @@
 namespace kvmanager::zack {
 namespace {
 
-/// Rotated pages of one launch of the inner codec: few enough to stay in the second-level cache.
-constexpr size_t kRotatedBytes = size_t{32} << 20;
+/// Rotated pages of one launch of the inner codec: as many as an engine's connector moves at once, so that a layer's
+/// factors, which are four pages' bytes for each head and side, serve several pages of all layers.
+constexpr size_t kRotatedBytes = size_t{64} << 20;
 
 }  // namespace
 
@@ -69,23 +70,26 @@ absl::StatusOr<RotatedMemory> AllocateRotated(size_t bytes) {
 RotatedDeviceCodec::RotatedDeviceCodec(const PageLayout& layout, RotatedMemory memory, const RotationOffsets& offsets)
     : memory_(std::move(memory)) {
   rotation_.layout = layout;
+  rotation_.layers = static_cast<uint32_t>(offsets.query.size());
   rotation_.encode = memory_.data.get() + offsets.encode;
   rotation_.decode = memory_.data.get() + offsets.decode;
 }
 
-/// launch(first, n, rotated pages, items) for all of `count`, as many at once as the scratch memory holds, which comes
-/// and goes in the order of the stream.
+/// launch(first, n, pages, items) for all of `count`, as many at once as the scratch memory holds, which comes and goes
+/// in the order of the stream.
 template <typename Item, typename Body>
 absl::Status RotatedDeviceCodec::WithScratch(uint32_t count, CUstream_st* stream, Body launch) const {
   if (count == 0) return absl::OkStatus();
   const size_t raw_bytes = rotation_.layout.raw_bytes();
   const uint32_t together = uint32_t(std::clamp<size_t>(kRotatedBytes / raw_bytes, 1, count));
-  KV_ASSIGN_OR_RETURN(const DeviceArray<uint8_t> scratch,
-                      AllocateOnDevice<uint8_t>(together * (raw_bytes + sizeof(Item)), stream, memory_.pool.get()));
+  KV_ASSIGN_OR_RETURN(
+      const DeviceArray<uint8_t> scratch,
+      AllocateOnDevice<uint8_t>(together * (raw_bytes + sizeof(Item) + sizeof(uint32_t)), stream, memory_.pool.get()));
   uint8_t* const rotated = scratch.get();
   Item* const inner = reinterpret_cast<Item*>(rotated + together * raw_bytes);
+  const RotatedPages pages = {rotated, reinterpret_cast<uint32_t*>(inner + together)};
   for (uint32_t first = 0; first < count; first += together) {
-    KV_RETURN_IF_ERROR(launch(first, std::min(together, count - first), rotated, inner));
+    KV_RETURN_IF_ERROR(launch(first, std::min(together, count - first), pages, inner));
   }
   return absl::OkStatus();
 }
@@ -93,20 +97,22 @@ absl::Status RotatedDeviceCodec::WithScratch(uint32_t count, CUstream_st* stream
 absl::Status RotatedDeviceCodec::Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                                         CUstream_st* stream) const {
   return WithScratch<DeviceEncodeItem>(
-      count, stream, [&](uint32_t first, uint32_t n, uint8_t* rotated, DeviceEncodeItem* inner) -> absl::Status {
+      count, stream,
+      [&](uint32_t first, uint32_t n, const RotatedPages& pages, DeviceEncodeItem* inner) -> absl::Status {
         KV_RETURN_IF_ERROR(
-            CudaStatus(LaunchRotateRaw(rotation_, items + first, n, rotated, inner, stream), "rotating pages"));
+            CudaStatus(LaunchRotateRaw(rotation_, pages, items + first, n, inner, stream), "rotating pages"));
         return EncodeRotated(inner, n, declined + first, stream);
       });
 }
 
 absl::Status RotatedDeviceCodec::Decode(const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) const {
   return WithScratch<DeviceDecodeItem>(
-      count, stream, [&](uint32_t first, uint32_t n, uint8_t* rotated, DeviceDecodeItem* inner) -> absl::Status {
+      count, stream,
+      [&](uint32_t first, uint32_t n, const RotatedPages& pages, DeviceDecodeItem* inner) -> absl::Status {
         KV_RETURN_IF_ERROR(
-            CudaStatus(LaunchNameRotated(rotation_, items + first, n, rotated, inner, stream), "rotating pages"));
+            CudaStatus(LaunchNameRotated(rotation_, pages, items + first, n, inner, stream), "rotating pages"));
         KV_RETURN_IF_ERROR(DecodeRotated(inner, n, stream));
-        return CudaStatus(LaunchRotateBack(rotation_, items + first, n, rotated, stream), "rotating pages");
+        return CudaStatus(LaunchRotateBack(rotation_, pages, items + first, n, stream), "rotating pages");
       });
 }
 

@@ -14,7 +14,7 @@
 namespace kvmanager::zack_hack {
 namespace {
 
-constexpr int kLayers = 4;
+constexpr int kFewLayers = 4, kManyLayers = 32;
 constexpr size_t kPages = 4096;  // 1 GB
 
 int Main() {
@@ -27,15 +27,24 @@ int Main() {
     layout.head_dim = 128;
     layout.page_tokens = 64;
     const device::EncodeBench bench(layout, kPages);
-    for (const char* const bytes : {"88", "56", "48"}) {
-      const auto codec = MakeCodec(zack::SyntheticContext(layout, kLayers, 32), {{"bytes", bytes}});
+    struct Case {
+      const char* bytes;
+      int layers;
+      bool by_blocks;
+    };
+    for (const auto& [bytes, layers, by_blocks] :
+         {Case{"88", kFewLayers, false}, Case{"56", kFewLayers, false}, Case{"48", kFewLayers, false},
+          Case{"76", kManyLayers, false}, Case{"76", kManyLayers, true}}) {
+      const auto codec = MakeCodec(zack::SyntheticContext(layout, layers, 32), {{"bytes", bytes}});
       if (!codec.ok()) {
         std::fprintf(stderr, "zack_hack_encode_gpu_bench: %s\n", codec.status().ToString().c_str());
         return 1;
       }
-      const auto rates = bench.Measure(**codec, kLayers, kPages);
+      const auto rates = bench.Measure(**codec, layers, kPages, by_blocks);
       std::printf("%-40s %12.1f %12.1f\n",
-                  absl::StrCat("zack+hack:bytes=", bytes, dtype == DType::kFloat16 ? " fp16" : " bf16").c_str(),
+                  absl::StrCat("zack+hack:bytes=", bytes, dtype == DType::kFloat16 ? " fp16" : " bf16", ", ", layers,
+                               by_blocks ? " layers, by blocks" : " layers")
+                      .c_str(),
                   rates.encode_gb_per_s, rates.decode_gb_per_s);
       std::fflush(stdout);
     }

@@ -82,7 +82,7 @@ class ZackHackEncodeGpu : public GpuTest {
     }
     encode_ = Upload(encode);
     decode_ = Upload(decode);
-    rotation_ = {layout_, encode_.get(), decode_.get()};
+    rotation_ = {layout_, kLayers, encode_.get(), decode_.get()};
   }
   void Append(const std::vector<float>& factor, DType in, std::vector<uint8_t>* to) const {
     const size_t at = to->size();
@@ -152,7 +152,9 @@ TEST_F(ZackHackEncodeGpu, PagesAndTheirCodes) {
       items[i] = {raw.data() + i * raw_bytes, encoded.data() + i * encoded_bytes, uint64_t(64 * i), LayerOf(i)};
     }
     const TestArray<DeviceEncodeItem> device_items(items);
-    ASSERT_EQ(zack::LaunchRotateRaw(rotation_, device_items.data(), count, rotated_pages.data(), inner.data(), nullptr),
+    const TestArray<uint32_t> order(count);
+    ASSERT_EQ(zack::LaunchRotateRaw(rotation_, {rotated_pages.data(), order.data()}, device_items.data(), count,
+                                    inner.data(), nullptr),
               0);
     const absl::Status status = device_codec_->Encode(device_items.data(), count, declined.data(), nullptr);
     ASSERT_TRUE(status.ok()) << status;
