@@ -172,6 +172,11 @@ class Link:
     def attached(self) -> bool:
         return self._attached
 
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not begun, but for urgent ones. A moment's number."""
+        return len(self._jobs)
+
     def wait(self, attached: bool, timeout_s: float) -> bool:
         """Until it is (not) attached; whether it came to that in time."""
         with self._changed:

@@ -499,33 +499,6 @@ class WorkerTest(DaemonTestCase):
                 # The daemon has compared its own bytes: it keeps them.
                 self.assertEqual(set(), rank.load("f", hashes, (there,)))
 
-    def test_all_memory_of_a_store_is_mapped_behind_it(self) -> None:
-        """As with a GPU, which pins it."""
-        rank, mapped, map_blocks = self.rank(), [], kvmanager.Cache.map_blocks_async
-
-        def noted(cache, names, pages, first, device):
-            mapped.append((first, len(names)))
-            return map_blocks(cache, names, pages, first, device)
-
-        few = unittest.mock.patch.object(kvmanager.vllm.mapped_load, "_BEHIND_PAGES", 4 * LAYERS)
-        maps = unittest.mock.patch.object(kvmanager.Cache, "map_blocks_async", noted)
-        with few, maps:
-
-            class Maps:
-                def run(self, session) -> None:
-                    cache = session.cache(("", 0))
-                    behind = kvmanager.vllm.mapped_load.MapBehind(rank.half, cache, cache.external_names(hashes_of(28, 25)))
-                    for first, count in ((2, 3), (5, 2), (7, 5), (20, 1), (21, 1)):  # others were not stored
-                        behind.stored(first, count)
-                    behind.end()
-
-                def fail(self, error) -> None:
-                    mapped.append(error)
-
-            self.assertTrue(rank.half.link.submit(Maps()))
-            self.assertTrue(rank.half.link.settle(DEADLINE_S))
-        self.assertEqual([(2, 4), (6, 4), (10, 2), (20, 2)], mapped)
-
     def test_a_step_that_computes_nothing_waits_a_moment_for_loads(self) -> None:
         rank = self.rank()
         rows, hashes = random_rows(26, 5, 16), hashes_of(26, 5)

@@ -27,7 +27,7 @@ from ..errors import (
 from ..paged import Fence
 from ..pending import Pending
 from ..stored import Extent, Range
-from .mapped_load import MapBehind, MappedLoad
+from .mapped_load import MappedLoad
 from .messages import Finish, Load, Store
 from .retention import Retention, retain
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HAND_OFF_MS = 30000
 _WRITES = 3  # calls that write blocks at once: the daemon copies on many cores, and a call alone leaves them idle between two
 _DIRECT_WRITES = 4  # the same where its GPU copies, beside which it checks what was copied before
-_FIRST_BLOCKS = 4  # of a store, so that the first copies begin soon, and of its last, so that little is left behind them
+_FIRST_BLOCKS = 4  # of a store, so that the first copies begin soon, and of its last, so that little comes behind them
 
 
 class Stored:
@@ -56,7 +56,6 @@ class Writing:
     """Blocks that the daemon was given, and takes out of a range."""
 
     room: Range | Extent | None  # to be closed then
-    first: int  # of its sequence
     count: int
     nbytes: int
     call: Pending[BlocksWritten]
@@ -80,7 +79,6 @@ class StoreJob:
         self._spoilt = ""  # why not all copies were begun, or will be
         self._held = False  # the stream of saves is behind `after`
         self._size = _FIRST_BLOCKS  # of what is copied next, at most; on a GPU
-        self._behind: MapBehind | None = None
         self._began = 0.0  # of the transfer
         self._computed = not half.copies.cuda  # what is stored; on a GPU the job runs before
 
@@ -124,9 +122,10 @@ class StoreJob:
         return not part.failed
 
     def _blocks(self, extent: Extent, begin: int) -> int:
-        """How many are copied at once, from block `begin` of the store on."""
+        """How many are copied at once, from block `begin` of the store on: few in the first and last calls, beside which nothing
+        else goes on, unless other jobs wait."""
         left = self._count - begin
-        if self._half.paged is not None:
+        if self._half.paged is not None and not self._half.link.waiting:
             size, self._size = self._size, min(2 * self._size, extent.blocks)
             left = min(left, size) if left > size or left <= 2 * _FIRST_BLOCKS else left // 2
         return extent.fits(self.store.first + begin, left)
@@ -169,12 +168,9 @@ class StoreJob:
         writing: collections.deque[Writing] = collections.deque()
         most = _DIRECT_WRITES if half.stores is not None and half.stores.direct else _WRITES
         try:
-            there = self._skip_present(cache)
+            self._skip_present(cache)
             part = self._next_part()
             names = cache.external_names(store.hashes)  # takes a while: the first copies are under way
-            if half.copies.cuda and half.maps:
-                self._behind = MapBehind(half, cache, names)
-                self._behind.stored(store.first, there)
             while True:
                 if part is not None:
                     if not part.encodes:
@@ -208,18 +204,15 @@ class StoreJob:
             self._unstored("preempted" if "taken" in self._spoilt else "failed", left)
             half.count("stores_dropped")
         half.observe("store_seconds", time.monotonic() - self._began)
-        if self._behind is not None:
-            self._behind.end()
 
-    def _skip_present(self, cache: Cache) -> int:
-        """Leaves out what the daemon has: of the store's blocks so many."""
+    def _skip_present(self, cache: Cache) -> None:
+        """Leaves out what the daemon has."""
         hashes, first = self.store.hashes, self.store.first
         # It has a block only with those before it: mostly it lacks the first, and the others need not be named for that.
         hit = cache.match([cache.external_names(hashes[: first + 1])])[0].hit_blocks
         if hit > first:
             hit = cache.match([cache.external_names(hashes)])[0].hit_blocks
         self.skip(hit)
-        return min(max(hit - first, 0), self._count)
 
     def _next_part(self) -> Stored | None:
         """The oldest whose copies were begun and that is not encoded, or else the next."""
@@ -254,7 +247,7 @@ class StoreJob:
             first = part.first + piece.first
             theirs = names[first : first + piece.count]
             call = cache.write_blocks_async(theirs, piece.forms, part.extent.bring(piece), first, piece.checksums)
-            writing.append(Writing(None, first, piece.count, piece.nbytes, call))
+            writing.append(Writing(None, piece.count, piece.nbytes, call))
         with self._lock:
             self._begun.remove(part)
         writing[-1].room = part.extent.detach()
@@ -275,8 +268,6 @@ class StoreJob:
             half.count("stores_present", written.present * half.facts.block_tokens)
             half.count("stored_bytes", written.written * half.block_bytes)
             half.count("stored_encoded_bytes", writing.nbytes * written.written // count)
-            if self._behind is not None:
-                self._behind.stored(writing.first, count)
         finally:
             if writing.room is not None:
                 writing.room.close()

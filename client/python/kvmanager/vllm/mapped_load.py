@@ -13,15 +13,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from ..cache import BlockNames, BlocksMapped, Cache
-from ..errors import (
-    DeadlineExceededError,
-    Error,
-    FailedPreconditionError,
-    ResourceExhaustedError,
-    UnavailableError,
-    UnimplementedError,
-)
+from ..cache import BlocksMapped, Cache
 from ..paged import Fence
 from ..pending import Pending
 from ..stored import Extent
@@ -34,7 +26,6 @@ MAPPED_PAGES_MAX = 4096  # of one call to the daemon
 CALLS = 4  # whose blocks are on their way at once
 _ASKED = 2  # calls that are ahead of what is copied
 _FIRST_BLOCKS = 16  # so that the first copies begin soon
-_BEHIND_PAGES = 1024  # of one call behind a store, so that the daemon's other calls do not wait for it
 
 
 class AtOnce:
@@ -232,57 +223,4 @@ class MappedLoad:
             extent.close()
 
 
-class MapBehind:
-    """Maps and pins the memory that a store's blocks lie in, while the store goes on, so that the first load does not have to wait
-    for it. The link's thread's."""
-
-    def __init__(self, half: WorkerHalf, cache: Cache, names: BlockNames) -> None:
-        """names: of the sequence's blocks, from the first on."""
-        self._half, self._cache, self._names = half, cache, names
-        self._most = max(1, _BEHIND_PAGES // half.geometry.layers)
-        self._first = self._end = 0  # blocks that are not asked for
-        self._asked: collections.deque[Pending[BlocksMapped]] = collections.deque()
-        self._on = True
-
-    def stored(self, first: int, count: int) -> None:
-        """The daemon has these blocks of the sequence."""
-        if first != self._end:
-            self._ask_all()
-            self._first = first
-        self._end = first + count
-        while self._end - self._first >= self._most:
-            self._ask(self._most)
-
-    def end(self) -> None:
-        """All are mapped then, as far as they may be."""
-        self._ask_all()
-        while self._asked:
-            self._finish()
-
-    def _ask_all(self) -> None:
-        while self._first < self._end:
-            self._ask(min(self._most, self._end - self._first))
-
-    def _ask(self, count: int) -> None:
-        first, self._first = self._first, self._first + count
-        if self._on and self._half.maps:
-            names = self._names[first : first + count]
-            self._asked.append(self._cache.map_blocks_async(names, None, first, self._half.copies.index))
-        if len(self._asked) > _ASKED:
-            self._finish()
-
-    def _finish(self) -> None:
-        try:
-            self._asked.popleft().wait().close()
-        except (FailedPreconditionError, UnimplementedError) as error:
-            self._half.stop_mapping(error)
-        except ResourceExhaustedError:
-            self._on = False  # the load says so, and is copied
-        except (DeadlineExceededError, UnavailableError):
-            raise
-        except Error as error:  # the blocks are stored
-            self._on = False
-            self._half.log("memory of a store is not mapped ahead", error)
-
-
-__all__ = ["CALLS", "MAPPED_PAGES_MAX", "MapBehind", "MappedLoad"]
+__all__ = ["CALLS", "MAPPED_PAGES_MAX", "MappedLoad"]

@@ -349,7 +349,8 @@ class SchedulerHalf:
         """Whether blocks that workers may still read were taken from a request."""
         found = bool(output.preempted_req_ids)
         for state in self._requests.values():
-            preempted = state.request.status.name == "PREEMPTED"
+            status = state.request.status
+            preempted = status is type(status).PREEMPTED
             found |= preempted and not state.preempted and state.any_store
             if preempted:
                 self._computing.pop(state.request.request_id, None)
