@@ -26,19 +26,25 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def ratio_of_medians(values: Sequence[float], base: Sequence[float], seed: int = 1) -> Interval | None:
+def ratio_of_medians(values: Sequence[float], base: Sequence[float], seed: int = 1, paired: bool = False) -> Interval | None:
     """Median of `values` over median of `base`, with its percentile bootstrap interval (Efron, Tibshirani: An Introduction to
-    the Bootstrap, 1993, chapter 13): both samples are drawn again, independently, RESAMPLES times. None if a sample is empty or
-    a median of `base`, also a drawn one, is not positive: the ratio means nothing then."""
+    the Bootstrap, 1993, chapter 13): both samples are drawn again, RESAMPLES times; independently, or, if they are paired and
+    of one length, pair by pair. None if a sample is empty or a median of `base`, also a drawn one, is not positive: the ratio
+    means nothing then."""
     if not values or not base or statistics.median(base) <= 0:
         return None
     source = random.Random(seed)
     ratios = []
     for _ in range(RESAMPLES):
-        below = statistics.median(source.choices(base, k=len(base)))
+        if paired and len(values) == len(base):
+            drawn = source.choices(range(len(base)), k=len(base))
+            above, below = (statistics.median(each[place] for place in drawn) for each in (values, base))
+        else:
+            below = statistics.median(source.choices(base, k=len(base)))
+            above = statistics.median(source.choices(values, k=len(values)))
         if below <= 0:
             return None
-        ratios.append(statistics.median(source.choices(values, k=len(values))) / below)
+        ratios.append(above / below)
     tail = (1 - CONFIDENCE) / 2
     value = statistics.median(values) / statistics.median(base)
     return Interval(value, quantile(ratios, tail), quantile(ratios, 1 - tail))

@@ -41,10 +41,10 @@ def head(results: dict, whole: bool) -> str:
 
 
 class Rows(Generic[Figures]):
-    """columns: in order."""
+    """columns: in order. paired: samples of two columns were taken one right behind the other."""
 
-    def __init__(self, columns: dict[Configuration, Figures]) -> None:
-        self._columns = columns
+    def __init__(self, columns: dict[Configuration, Figures], paired: bool = False) -> None:
+        self._columns, self._paired = columns, paired
         self._rows = [["", *(configuration.label for configuration in columns)]]
 
     def row(self, name: str, of: Callable[[Figures], str]) -> None:
@@ -56,7 +56,7 @@ class Rows(Generic[Figures]):
     def ratio(self, name: str, of: Callable[[Figures], Samples], base: Callable[[Figures], Samples]) -> None:
         """Of medians, with its interval; both are of a column."""
         def cell(found: Figures) -> str:
-            interval = ratio_of_medians(of(found) or [], base(found) or [])
+            interval = ratio_of_medians(of(found) or [], base(found) or [], paired=self._paired)
             return NONE if interval is None else str(interval)
 
         self.row(name, cell)

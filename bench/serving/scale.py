@@ -43,6 +43,12 @@ class Scale:
     compare_short: int = 3  # prompts whose blocks are compared
     compare_long: int = 1
 
+    def covers(self, other: Scale) -> bool:
+        """Whether it is the same, or asks for more of the same."""
+        more = all(getattr(self, name) >= getattr(other, name) for name in ("cycles", "unique_batches", "pool_bytes"))
+        return more and dataclasses.replace(
+            self, cycles=other.cycles, unique_batches=other.unique_batches, pool_bytes=other.pool_bytes) == other
+
     def check(self) -> None:
         for name, length, count in (("short", self.short, self.short_prefixes), ("long", self.long, self.long_prefixes)):
             if length * (count - 1) < self.engine_cache:

@@ -60,6 +60,7 @@ def arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=2, help="engines of each configuration whose times are taken (default 2)")
     add("--side-by-side", action="store_true", help="timed engines of a round run at once and take turns")
     add("--cycles", type=int, help="passes over all prefixes in each timed engine (default 5; with --quick 1)")
+    add("--batches", type=int, help="of unique prompts in each timed engine (default 4; with --quick 1)")
     add("--parts", nargs="+", choices=_KINDS[:3], default=list(_KINDS[:2]),
         help="latency, capacity (default both), disk: prompts that kvmanager's disk alone has")
     add("--compare", action="store_true",
@@ -94,7 +95,7 @@ def arguments() -> argparse.Namespace:
             raise ValueError(f"--connector is {options.connector!r}, must be a JSON object")
     except ValueError as error:
         parser.error(str(error))
-    for name in ("rounds", "cycles"):
+    for name in ("rounds", "cycles", "batches"):
         if (number := getattr(options, name)) is not None and number < 1:
             parser.error(f"--{name} is {number}, must be at least 1")
     if any(each.codec for each in options.configs) and not os.access(options.daemon, os.X_OK):
@@ -155,6 +156,8 @@ def scale_of(options: argparse.Namespace, gpu: bool) -> scales.Scale:
         changes["engine_cache"] = options.engine_cache
     if options.cycles:
         changes["cycles"] = options.cycles
+    if options.batches:
+        changes["unique_batches"] = options.batches
     chosen = dataclasses.replace(chosen, **changes)
     try:
         chosen.check()
@@ -328,9 +331,9 @@ class Bench:
                    figures([run for run in self._results["runs"] if run["config"] == name]) for name in names}
         facts = self._results["machine"]
         token_bytes = scales.token_bytes(self._results["model"])
-        made = Table(columns, self._scale, token_bytes, facts["limits"]).markdown() + NOTE
-        full = dataclasses.replace(self._scale, cycles=min(self._scale.cycles, scales.GPU.cycles))  # more passes are no less
-        text = head(self._results, whole=full in (scales.GPU, scales.CPU)) + made
+        paired = bool(self._results.get("side_by_side"))
+        made = Table(columns, self._scale, token_bytes, facts["limits"], paired).markdown() + NOTE
+        text = head(self._results, whole=any(self._scale.covers(each) for each in (scales.GPU, scales.CPU))) + made
         (self._options.out / "results.json").write_text(json.dumps(self._results), encoding="utf-8")
         (self._options.out / "table.md").write_text(text, encoding="utf-8")
         return text

@@ -106,6 +106,14 @@ def latency_run(pool_tokens: int, number: int = 1, name: str = "raw") -> tuple[d
             "counted": record.counted}, engine
 
 
+class ScaleTest(unittest.TestCase):
+    def test_more_of_the_same_covers_a_scale(self) -> None:
+        self.assertTrue(scales.GPU.covers(scales.GPU))
+        self.assertTrue(dataclasses.replace(scales.GPU, cycles=9, unique_batches=8).covers(scales.GPU))
+        for less in (dict(cycles=4), dict(unique_batches=1), dict(pool_bytes=1), dict(short_prefixes=8)):
+            self.assertFalse(dataclasses.replace(scales.GPU, **less).covers(scales.GPU), less)
+
+
 class IntervalsTest(unittest.TestCase):
     def test_quantile(self) -> None:
         values = [float(i) for i in range(1, 101)]
@@ -127,6 +135,15 @@ class IntervalsTest(unittest.TestCase):
             found = ratio_of_medians(values, base, seed=trial)
             covered += found.low <= 1.2 <= found.high
         self.assertGreaterEqual(covered, 50)
+
+    def test_pairs_leave_out_what_both_have(self) -> None:
+        source = random.Random(4)
+        drift = [100 * (1 + 0.5 * i / 40) for i in range(40)]
+        base, values = [x + source.gauss(0, 1) for x in drift], [1.1 * x + source.gauss(0, 1) for x in drift]
+        apart, paired = ratio_of_medians(values, base), ratio_of_medians(values, base, paired=True)
+        self.assertEqual(apart.value, paired.value)
+        self.assertLess(4 * (paired.high - paired.low), apart.high - apart.low)
+        self.assertTrue(paired.low < 1.1 < paired.high or abs(paired.value - 1.1) < 0.01)
 
     def test_equal_samples_give_one_without_width(self) -> None:
         self.assertEqual(Interval(1.0, 1.0, 1.0), ratio_of_medians([3.0] * 9, [3.0] * 9))

@@ -16,14 +16,16 @@ def _per_second(values: Samples) -> str:
 
 
 class Table:
-    """columns: in order; ratios are to those of vLLM's own that are among them. limits: of machine.py, GB/s."""
+    """columns: in order; ratios are to those of vLLM's own that are among them. limits: of machine.py, GB/s. paired: as Rows
+    takes it."""
 
     def __init__(
-        self, columns: dict[Configuration, Figures], scale: Scale, bytes_of_token: int, limits: dict[str, float]
+        self, columns: dict[Configuration, Figures], scale: Scale, bytes_of_token: int, limits: dict[str, float],
+        paired: bool = False,
     ) -> None:
         self._columns, self._scale, self._token, self._limits = columns, scale, bytes_of_token, limits
         self._bases = [(each, found) for each, found in columns.items() if each.name in (ALONE, OFFLOAD)]
-        self._rows = Rows(columns)
+        self._rows = Rows(columns, paired)
 
     def markdown(self) -> str:
         """Once."""
