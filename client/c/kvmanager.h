@@ -285,6 +285,22 @@ typedef struct {
 } kvm_save;
 KVM_API int kvm_save_blocks(kvm_object* codec, const kvm_save* save, uint64_t* stored_bytes);
 
+/* Where K and V of blocks go in host memory, as rows of one token and head: of [blocks] each the address of layer 0,
+ * token 0, head 0; strides in bytes. */
+typedef struct {
+  void* const* k;
+  void* const* v;
+  int64_t layer_stride, token_stride, head_stride;
+} kvm_rows;
+enum { KVM_ROWS_LOADED = 0, KVM_ROWS_MISSING = 1, KVM_ROWS_UNMAPPED = 2 };
+/* Brings blocks, each the first of a sequence of its own, out of the daemon's memory to rows, by up to `threads`
+ * (1..64) threads of this call's own: each page is copied, compared with its checksum, decoded and spread. codec: of
+ * the CPU, made for `cache`. names: [blocks][64]. results: [blocks] out, of the enumeration above: what is missing, or
+ * whose bytes were wrong; what lies in memory that is not to be mapped, or is still to be encoded: it can be read
+ * otherwise. Rows of both hold anything. It waits for the daemon. Errors as of kvm_map_blocks_async; then nothing is loaded. */
+KVM_API int kvm_load_rows(kvm_object* codec, kvm_object* cache, const kvm_rows* rows, const uint8_t* names,
+                          uint32_t blocks, uint32_t threads, uint8_t* results);
+
 /* A call under way. Closing it, or releasing it, cancels the call. */
 KVM_API int kvm_ready(kvm_object* pending, int* ready);
 /* Once. values: [3], as the call says; made: the object that the call makes, or NULL. */

@@ -119,6 +119,7 @@ int kvm_create_page_codec(kvm_object* cache, const char* calibration_dir, size_t
     const CacheOptions& options = of->handle->description().options;
     auto made = std::make_unique<PageCodecObject>(of->session, std::string(calibration_dir, calibration_dir_bytes),
                                                   options.layers);
+    made->digest = of->handle->description().digest;
     KV_ASSIGN_OR_RETURN(made->codec, made->codecs->Create(options));
     if (device >= 0) {
       made->on_device = true;

@@ -28,6 +28,7 @@ struct PageCodecObject final : kvm_object {
   }
 
   const int layers;
+  CacheDigest digest;  // of the cache that it was made for
   std::optional<LocalCodecs> codecs;
   std::shared_ptr<const Codec> codec;
   AlignedBuffer workspace;                    // of the CPU

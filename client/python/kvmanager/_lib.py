@@ -75,6 +75,10 @@ class PagedSave(ctypes.Structure):
     ]
 
 
+class Rows(ctypes.Structure):
+    _fields_ = [("k", c_void_p), ("v", c_void_p), *((name, c_int64) for name in ("layer_stride", "token_stride", "head_stride"))]
+
+
 _OBJECT = POINTER(c_void_p)
 
 # Functions that return a code. Buffers go as addresses (c_void_p takes integers, bytes and ctypes arrays).
@@ -128,6 +132,7 @@ _CALLS = {
     "kvm_set_paged": [c_void_p, POINTER(PagedCaches)],
     "kvm_load_blocks": [c_void_p, c_void_p, c_uint32, c_uint32, POINTER(PagedLoad), POINTER(c_uint64)],
     "kvm_compare_blocks": [c_void_p, c_uint32, c_uint32, c_void_p, POINTER(c_uint32)],
+    "kvm_load_rows": [c_void_p, c_void_p, POINTER(Rows), c_char_p, c_uint32, c_uint32, c_void_p],
     "kvm_save_blocks": [c_void_p, POINTER(PagedSave), POINTER(c_uint64)],
     "kvm_ready": [c_void_p, POINTER(c_int)],
     "kvm_wait": [c_void_p, c_void_p, _OBJECT],

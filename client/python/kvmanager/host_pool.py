@@ -106,6 +106,16 @@ class Pool:
         return key, value
 
 
+def strides_of(pages: Sequence[Sides]) -> tuple[int, int, int] | None:
+    """Bytes between layers, tokens and heads of K and V of pages; None: they differ, or heads' rows have gaps."""
+    first = pages[0][0]
+    strides = first.stride()
+    if strides[-1] != 1 or any(side.stride() != strides for page in pages for side in page):
+        return None
+    layer, token, head = (stride * first.element_size() for stride in strides[:3])
+    return layer, token, head
+
+
 class Copies:
     """Copies of pages under way: wait() before either side is used, or given back."""
 
@@ -123,13 +133,13 @@ class PageCopier:
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0))
-        self._threads = max(1, min(_THREADS_MAX, cores // 2))
-        self._pool = concurrent.futures.ThreadPoolExecutor(self._threads, "kvmanager copies")
+        self.threads = max(1, min(_THREADS_MAX, cores // 2))
+        self._pool = concurrent.futures.ThreadPoolExecutor(self.threads, "kvmanager copies")
 
     def begin(self, pages: Iterable[tuple[Sides, Sides]]) -> Copies:
         """pages: (to, from), in host memory, of one shape; their last dimension is contiguous."""
         pairs = [(_words(to[side]), _words(source[side])) for to, source in pages for side in range(2)]
-        size = -(-len(pairs) // self._threads)
+        size = -(-len(pairs) // self.threads)
         parts = [pairs[begin : begin + size] for begin in range(0, len(pairs), max(1, size))]
         return Copies([self._pool.submit(_copy, part) for part in parts])
 
@@ -197,4 +207,4 @@ class Pieces:
                     piece.extent.close()
 
 
-__all__ = ["Copies", "PageCopier", "Piece", "Pieces", "Pool", "Sides"]
+__all__ = ["Copies", "PageCopier", "Piece", "Pieces", "Pool", "Sides", "strides_of"]

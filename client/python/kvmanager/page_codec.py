@@ -8,17 +8,20 @@ A raw page is [K, V][kv_heads][page_tokens][head_dim] of the cache's dtype. Addr
 
 from __future__ import annotations
 
-from ctypes import c_uint32, byref, c_uint64, c_void_p
-from typing import Any
+import array
+from ctypes import c_uint32, byref, c_uint64, c_void_p, create_string_buffer
+from typing import Any, Sequence
 
 from . import _lib
-from ._lib import Handle, PagedCaches, PagedLoad, PagedSave, check, lib
+from ._lib import Handle, PagedCaches, PagedLoad, PagedSave, Rows, check, lib
 from .cache import BlocksMapped, Cache
-from .errors import encoded, integer
+from .errors import encoded, integer, invalid
+from .names import BlockNames
 
 ENCODE_ITEM_BYTES = 32  # u64 raw, u64 encoded, u64 first token of the page in its context, u32 layer, u32 0
 DECODE_ITEM_BYTES = 24  # u64 encoded, u64 raw, u32 layer, u32 0
 PAGE_ALIGN = 64  # of pages in a range of read_blocks and write_blocks
+LOADED, MISSING, UNMAPPED = 0, 1, 2  # results of load_rows
 
 
 class PageCodec(Handle):
@@ -78,6 +81,25 @@ class PageCodec(Handle):
         of 16 on and of at least 241 bytes. On the CPU it is done when this returns. UnavailableError: not `copies`."""
         check(lib.kvm_hash_pages(self._object, addresses, nbytes, count, out, stream))
 
+    def load_rows(
+        self, names: BlockNames, k: Sequence[int], v: Sequence[int], strides: tuple[int, int, int], threads: int
+    ) -> bytes:
+        """Brings blocks, each the first of a sequence of its own, out of the daemon's memory to rows in host memory, by up to
+        `threads` (1..64) threads of its own, without Python's lock: each page is copied, compared with its checksum, decoded
+        and spread. k, v: by block the address of layer 0, token 0, head 0; strides: bytes between layers, tokens and heads, each
+        of whose rows are head_dim values. A result for each block: LOADED; MISSING, also if its bytes were wrong; UNMAPPED: it
+        lies in memory that is not to be mapped, or is still to be encoded, and can be read otherwise. Rows of the last two hold anything.
+
+        Of the CPU alone. Errors: as of Cache.map_blocks_async; then nothing is loaded."""
+        if not len(k) == len(v) == len(names):
+            raise invalid("k, v (blocks)", f"{len(k)}, {len(v)}", f"{len(names)}, as names")
+        addresses = array.array("Q", k), array.array("Q", v)
+        results = create_string_buffer(len(names))
+        rows = Rows(*(each.buffer_info()[0] for each in addresses), *strides)
+        threads = integer("threads", threads, 1, 64)
+        check(lib.kvm_load_rows(self._object, self.cache._object, byref(rows), names.data, len(names), threads, results))
+        return results.raw
+
     # Blocks of an engine's paged caches on the codec's GPU, for paged_blocks.py.
 
     def set_paged(self, caches: PagedCaches) -> None:
@@ -103,4 +125,4 @@ class PageCodec(Handle):
         return nbytes.value
 
 
-__all__ = ["DECODE_ITEM_BYTES", "ENCODE_ITEM_BYTES", "PAGE_ALIGN", "PageCodec"]
+__all__ = ["DECODE_ITEM_BYTES", "ENCODE_ITEM_BYTES", "LOADED", "MISSING", "PAGE_ALIGN", "UNMAPPED", "PageCodec"]

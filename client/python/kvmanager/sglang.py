@@ -23,8 +23,16 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 
 from ._link import Link, Session, check_setting, share_lock
 from .cache import BlockNames, Cache, Entries, Sequence
-from .errors import DeadlineExceededError, Error, UnavailableError
-from .host_pool import PageCopier, Piece, Pieces, Pool, Sides
+from .errors import (
+    DeadlineExceededError,
+    Error,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from .host_pool import PageCopier, Piece, Pieces, Pool, Sides, strides_of
+from .page_codec import LOADED, UNMAPPED, PageCodec
 from .paged import Extent, Staging
 from .pending import Pending
 
@@ -40,6 +48,7 @@ _SETTINGS = {
     "lag_pages": 0,
     "tenant": "",
     "calibration_digest": "",
+    "calibration_dir": "",
     "deadline_ms": 10000,
     "staging_mib": 512,
     "retention_priority": 50,
@@ -99,8 +108,8 @@ class KvManagerHiCache(HiCacheStorage):
     the daemon there, deadline_ms at most for each of its calls; where it is away, pages are misses and are not stored,
     at once. It attaches again by itself.
 
-    storage_config.extra_config: address, codec, lag_pages, tenant, calibration_digest, deadline_ms, staging_mib,
-    retention_priority, retention_ttl_s beside SGLang's own keys; others are a ValueError. The last two are of all pages:
+    storage_config.extra_config: address, codec, lag_pages, tenant, calibration_digest, calibration_dir, deadline_ms,
+    staging_mib, retention_priority, retention_ttl_s beside SGLang's own keys; others are a ValueError. The last two are of all pages:
     SGLang says nothing of a request to its storage."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Optional[dict] = None) -> None:
@@ -215,39 +224,81 @@ class KvManagerHiCache(HiCacheStorage):
 
     def _get(self, name: str, keys: List[str], page_of: Callable[[int], Sides]) -> list[bool]:
         """page_of(place): where K and V of key number `place` go."""
-        done = [False] * len(keys)
         pool = self._pools.get(name)
 
         def load(session: Session) -> list[bool]:
-            cache, staging = session.cache(name), _staging(session, name, "loads", pool, self._settings)
-
-            def end(piece: Piece) -> None:
-                piece.copies.wait()
-                for place in piece.places:
-                    done[place] = True
-                if self._kept_longer():
-                    self._retain(cache, [keys[place] for place in piece.places])
-
-            with Pieces(staging, end) as pieces:
-                for some in pieces.cut(range(len(keys))):
-                    sequences = cache.create_sequences(_names(cache, [keys[place] for place in some]))
-                    try:
-                        found = [(place, each) for place, each in zip(some, sequences) if each.hit_blocks == 1]
-                        if not found:
-                            continue
-                        piece = pieces.take([place for place, _ in found])
-                        _read(cache, pool, piece.extent, [each for _, each in found])
-                        piece.copies = self._copier.begin(
-                            (page_of(place), pool.rows(piece.extent, at)) for at, place in enumerate(piece.places)
-                        )
-                    finally:
-                        for each in sequences:
-                            each.close()
+            pages = [page_of(place) for place in range(len(keys))]
+            done, left = self._load_rows(session, name, keys, pages)
+            if left:
+                self._read_pages(session, name, keys, pages, left, done)
+            if self._kept_longer():
+                self._retain(session.cache(name), [key for key, there in zip(keys, done) if there])
             return done
 
         if pool is None or not keys:
-            return done
-        return self._call(load, done)
+            return [False] * len(keys)
+        return self._call(load, [False] * len(keys))
+
+    def _load_rows(
+        self, session: Session, name: str, keys: List[str], pages: list[Sides]
+    ) -> tuple[list[bool], list[int]]:
+        """Copies pages out of the daemon's memory, which this process maps. Which are there, and places of those that can be read
+        otherwise alone."""
+        cache, every = session.cache(name), list(range(len(keys)))
+        codec, strides = self._codec(session, name, cache), strides_of(pages)
+        if codec is None or strides is None:
+            return [False] * len(keys), every
+        names = BlockNames(b"".join(each.data for each in _names(cache, keys)))
+        k, v = ([page[side].data_ptr() for page in pages] for side in range(2))
+        try:
+            results = codec.load_rows(names, k, v, strides, self._copier.threads)
+        except (FailedPreconditionError, UnimplementedError) as error:
+            session.state[name, "codec"] = None
+            logger.info("kvmanager: the daemon copies what is loaded, which takes longer: %s", error)
+            return [False] * len(keys), every
+        except ResourceExhaustedError as error:
+            logger.warning("kvmanager: the daemon copies %d pages, which takes longer: %s", len(keys), error)
+            return [False] * len(keys), every
+        return [each == LOADED for each in results], [place for place in every if results[place] == UNMAPPED]
+
+    def _codec(self, session: Session, name: str, cache: Cache) -> PageCodec | None:
+        """Of the link's thread, made once for a connection and pool. None: the daemon decodes pages."""
+        if (name, "codec") not in session.state:
+            codec = None
+            try:
+                codec = PageCodec(cache, calibration_dir=self._settings["calibration_dir"])
+            except Error as error:
+                logger.info("kvmanager: the daemon decodes what is loaded, which takes longer: %s", error)
+            session.state[name, "codec"] = codec
+        return session.state[name, "codec"]
+
+    def _read_pages(
+        self, session: Session, name: str, keys: List[str], pages: list[Sides], places: list[int], done: list[bool]
+    ) -> None:
+        """By way of the arena, where the daemon decodes them."""
+        pool = self._pools[name]
+        cache, staging = session.cache(name), _staging(session, name, "loads", pool, self._settings)
+
+        def end(piece: Piece) -> None:
+            piece.copies.wait()
+            for place in piece.places:
+                done[place] = True
+
+        with Pieces(staging, end) as pieces:
+            for some in pieces.cut(places):
+                sequences = cache.create_sequences(_names(cache, [keys[place] for place in some]))
+                try:
+                    found = [(place, each) for place, each in zip(some, sequences) if each.hit_blocks == 1]
+                    if not found:
+                        continue
+                    piece = pieces.take([place for place, _ in found])
+                    _read(cache, pool, piece.extent, [each for _, each in found])
+                    piece.copies = self._copier.begin(
+                        (pages[place], pool.rows(piece.extent, at)) for at, place in enumerate(piece.places)
+                    )
+                finally:
+                    for each in sequences:
+                        each.close()
 
     def _kept_longer(self) -> bool:
         """Then each use of a page counts, whoever stored it. Below _OF_EVICTION only what is stored here does: others may

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import unittest
 
 import kvmanager as kv
 import numpy
-from kvmanager.page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, PAGE_ALIGN
+from kvmanager.page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, LOADED, MISSING, PAGE_ALIGN
 from kvmanager_testing import Daemon
 from reference import MODEL, Prompt
 
@@ -302,6 +303,86 @@ class Blocks(unittest.TestCase):
             got, checksums = self.copy(mapped)
             self.assert_pages_equal(got, stored, forms, 0)
             self.assertEqual(checksums, list(mapped.checksums))
+
+    # Blocks that are each a sequence's first, as rows of tokens and heads.
+
+    def store_apart(self, codec: str, count: int) -> tuple[kv.BlockNames, list]:
+        """Names of so many blocks, and what is decoded of each: [layers][K, V][heads][tokens][head_dim]."""
+        self.cache = self.client.open_cache(**MODEL, codec=codec)
+        local, names, decoded = kv.PageCodec(self.cache), kv.BlockNames(), []
+        self.assertGreater(self.cache.bind_slabs(1 << 62), 0)
+        for block in range(count):
+            pages = self.pages = Pages(self.cache, local, Prompt(100 + block, 64))
+            name = self.cache.external_names([block.to_bytes(32, "big")])
+            forms, stored = pages.stored()
+            place = self.range(len(stored))
+            place.numpy()[:] = numpy.frombuffer(stored, numpy.uint8)
+            self.assertEqual(self.cache.write_blocks(name, forms, place), (1, 0))
+            values = pages.raw_pages[0].copy()
+            for layer in range(pages.layers):
+                if not forms[layer] and not local.identity:
+                    page = pages.encode(pages.raw_pages[0, layer].tobytes(), layer, 0)
+                    values[layer] = numpy.frombuffer(pages.decode(page, layer), numpy.float16).reshape(values[layer].shape)
+            names, decoded = names + name, [*decoded, values]
+        return names, decoded
+
+    def test_blocks_are_loaded_to_rows(self) -> None:
+        count = 90  # more than are held, or asked for, at once
+        for codec in ("raw", "hack:k_bits=4,v_bits=3;sinks=0", "hack:k_bits=4,v_bits=4;1..1=raw;sinks=0"):
+            names, decoded = self.store_apart(codec, count)
+            o, local = self.cache.options, self.pages.codec
+            shape = {"layer": o.layers, "token": o.page_tokens, "head": o.kv_heads, "value": o.head_dim}
+            order = list(range(count))
+            random.Random(5).shuffle(order)
+            absent = self.cache.external_names([bytes(31) + b"x"])
+            asked, expected = kv.BlockNames(), []
+            for place, block in enumerate(order):
+                if place % 7 == 3:
+                    asked, expected = asked + absent, [*expected, None]
+                asked, expected = asked + names[block : block + 1], [*expected, block]
+            for axes, threads in ((("layer", "token", "head"), 1), (("token", "layer", "head"), 3), (("head", "token", "layer"), 64)):
+                with self.subTest(codec=codec, axes=axes, threads=threads):
+                    rows = numpy.full((2, len(asked), *(shape[axis] for axis in (*axes, "value"))), numpy.nan, numpy.float16)
+                    strides = tuple(rows.strides[2 + axes.index(axis)] for axis in ("layer", "token", "head"))
+                    k, v = ([side[place].ctypes.data for place in range(len(asked))] for side in rows)
+                    results = local.load_rows(asked, k, v, strides, threads)
+                    self.assertEqual([MISSING if block is None else LOADED for block in expected], list(results))
+                    by_layer = numpy.moveaxis(rows, [2 + axes.index(axis) for axis in ("layer", "head", "token")], [2, 3, 4])
+                    for place, block in enumerate(expected):
+                        got = by_layer[:, place].swapaxes(0, 1)
+                        if block is None:
+                            self.assertTrue(numpy.isnan(got).all(), "nothing is written of what is missing")
+                        else:
+                            self.assertTrue((got == decoded[block]).all(), block)
+        self.assertEqual(b"", local.load_rows(kv.BlockNames(), [], [], (0, 0, 0), 1))
+
+    def test_rows_of_a_daemon_that_has_gone(self) -> None:
+        names, _ = self.store_apart("raw", 3)
+        self.daemon.kill()
+        rows = numpy.zeros((2, 3, self.cache.description.raw_page_bytes), numpy.uint8)
+        k, v = ([side[place].ctypes.data for place in range(3)] for side in rows)
+        with self.assertRaises(kv.UnavailableError):
+            self.pages.codec.load_rows(names, k, v, (0, 0, 0), 2)
+        self.assertEqual(0, rows.max())
+
+    def test_wrong_arguments_of_rows_are_named(self) -> None:
+        names, _ = self.store_apart("raw", 1)
+        local, other = self.pages.codec, self.client.open_cache(**{**MODEL, "model": "another"}, codec="raw")
+        rows = numpy.zeros(2 * self.cache.description.raw_page_bytes, numpy.uint8)
+        strides, at = (0, 0, 0), [rows.ctypes.data]
+        local.cache, own = other, local.cache
+        with self.assertRaises(kv.InvalidArgumentError) as raised:
+            local.load_rows(names, at, at, strides, 1)
+        self.assertEqual(raised.exception.field, "cache")
+        local.cache = own
+        for wrong, field in (
+            (lambda: local.load_rows(names, at, [], strides, 1), "k, v (blocks)"),
+            (lambda: local.load_rows(names, at, at, strides, 0), "threads"),
+            (lambda: local.load_rows(names, at, at, strides, 65), "threads"),
+        ):
+            with self.assertRaises(kv.InvalidArgumentError) as raised:
+                wrong()
+            self.assertEqual(raised.exception.field, field)
 
     def test_wrong_arguments_of_mapping_are_named(self) -> None:
         self.open("raw")

@@ -45,6 +45,7 @@ else:
             _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 import kvmanager.sglang as backend_module
+from kvmanager.page_codec import LOADED, MISSING, UNMAPPED, PageCodec
 from kvmanager.sglang import HiCacheStorageConfig, KvManagerHiCache
 
 LAYERS, HEADS, HEAD_DIM, PAGE, PAGES = 3, 2, 128, 64, 24
@@ -137,6 +138,50 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.backend.close()
+
+
+def load_mapped(
+    test: unittest.TestCase, engine: Engine, stored: list[str], was: list[int], keys: list[str], now: list[int]
+) -> list[int]:
+    """Stores pages in memory that is mapped, and loads keys from there; results of load_rows. engine.before: the pool then."""
+    test.assertTrue(engine.backend._call(lambda session: session.cache("kv").bind_slabs(64 << 20), 0))
+    test.assertEqual([True] * len(stored), engine.store(stored, was))
+    engine.before = engine.pool.cpu().clone()
+    load_rows, found = PageCodec.load_rows, []
+
+    def noted(*arguments) -> bytes:
+        found[:] = load_rows(*arguments)
+        return bytes(found)
+
+    deadline = time.monotonic() + DEADLINE_S
+    with mock.patch.object(PageCodec, "load_rows", noted):
+        engine.load(keys, now)
+        while UNMAPPED in found and time.monotonic() < deadline:  # until they are encoded
+            time.sleep(0.01)
+            engine.load(keys, now)
+    return found
+
+
+def flip_byte(address: int, pid: int) -> None:
+    """In another process's memory, which has the file mapped that this one has at this address."""
+
+    def mappings(of: str) -> list[tuple[int, int, int, str]]:
+        found = []
+        with open(f"/proc/{of}/maps", encoding="ascii") as lines:
+            for line in lines:
+                span, _, offset, device, inode = line.split()[:5]
+                begin, end = (int(each, 16) for each in span.split("-"))
+                found.append((begin, end, int(offset, 16), f"{device} {inode}"))
+        return found
+
+    (file, place), = [(each[3], each[2] + address - each[0]) for each in mappings("self") if each[0] <= address < each[1]]
+    theirs = [each[0] + place - each[2] for each in mappings(str(pid))
+              if each[3] == file and 0 <= place - each[2] < each[1] - each[0]]
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        memory.seek(theirs[0])
+        (byte,) = memory.read(1)
+        memory.seek(theirs[0])
+        memory.write(bytes([byte ^ 1]))
 
 
 class PagesTest(DaemonTestCase):
@@ -255,7 +300,8 @@ class PagesTest(DaemonTestCase):
                 did.append("looked up" if options["prefetch"] else "looked for what is to be stored")
                 return there(*arguments, **options)
 
-            with mock.patch.multiple(backend_module, _append=store, _read=load, _there=look):
+            by_arena = mock.patch.object(KvManagerHiCache, "_codec", lambda *_: None)
+            with by_arena, mock.patch.multiple(backend_module, _append=store, _read=load, _there=look):
                 self.assertEqual([True] * 8, engine.store(keys, list(range(8))))
             for thread in threads:
                 thread.join(DEADLINE_S)
@@ -263,6 +309,49 @@ class PagesTest(DaemonTestCase):
             self.assertEqual(["looked for what is to be stored", "stored", *between, *["stored"] * 7], did)
             self.assertEqual([2, [True] * 2], found)
             self.assert_pages(engine.pool, [20, 21], engine.host.to(DEVICE), [14, 15])
+
+    def test_pages_come_out_of_the_daemons_memory(self) -> None:
+        """The same bytes as by way of the arena, which is not made."""
+        cases = [(layout, "raw") for layout in LAYOUTS] + [("page_first", "hack:k_bits=3,v_bits=2")]
+        with Daemon(host_pool="256MiB") as daemon:
+            for number, (layout, codec) in enumerate(cases):
+                keys, was, now = keys_of(70 + number, 9), list(range(8)), list(range(8, 16))
+                with self.subTest(layout=layout, codec=codec), Engine(daemon.listen, layout, seed=71 + number, codec=codec) as engine:
+                    results = load_mapped(self, engine, keys[:8], was, [*keys[:4], keys[8], *keys[4:8]], [*now[:4], 16, *now[4:]])
+                    self.assertEqual([LOADED] * 4 + [MISSING] + [LOADED] * 4, results)
+                    mapped = engine.pool[:, :, now].clone()
+                    self.assertEqual(0, int(engine.pool[:, :, 16:].cpu().ne(engine.before[:, :, 16:]).sum()))
+                    with mock.patch.object(KvManagerHiCache, "_codec", lambda *_: None):
+                        self.assertEqual([True] * 8, engine.load(keys[:8], now))
+                    self.assert_pages(mapped, list(range(8)), engine.pool, now)
+                    if codec == "raw":
+                        self.assert_pages(engine.before, was, engine.pool, now)
+
+    def test_wrong_bytes_in_the_daemons_memory_are_a_miss(self) -> None:
+        for codec in ("raw", "hack:k_bits=3,v_bits=2"):
+            keys, was, now = keys_of(80, 6), list(range(6)), list(range(6, 12))
+            with self.subTest(codec=codec), Daemon(host_pool="256MiB") as daemon, Engine(daemon.listen, seed=81, codec=codec) as engine:
+                self.assertEqual([LOADED] * 6, load_mapped(self, engine, keys, was, keys, now))
+
+                def flip(session) -> None:
+                    cache = session.cache("kv")
+                    name = cache.external_names([bytes.fromhex(keys[3])])
+                    with cache.map_blocks_async(name).wait() as mapped:
+                        flip_byte(mapped.addresses[LAYERS - 1] + 100, daemon.process.pid)
+
+                engine.backend._call(flip, None)
+                expected = [True] * 3 + [False] + [True] * 2
+                self.assertEqual(expected, engine.load(keys, now))
+                self.assertEqual(3, engine.backend.batch_exists(keys), "the daemon has compared it, and forgot it")
+                self.assertEqual([True] * 6, engine.store(keys, was))
+
+    def test_a_daemon_that_maps_nothing_copies(self) -> None:
+        keys, was, now = keys_of(90, 4), [3, 4, 5, 6], [10, 11, 12, 13]
+        with Daemon(flags=("--map-blocks", "off"), host_pool="64MiB") as daemon, Engine(daemon.listen, seed=91) as engine:
+            self.assertEqual([True] * 4, engine.store(keys, was))
+            self.assertEqual([True] * 4, engine.load(keys, now))
+            self.assert_pages(engine.pool, was, engine.pool, now)
+            self.assertIsNone(engine.backend._call(lambda session: session.state["kv", "codec"], 0))
 
     def test_the_daemon_dies_and_comes_back(self) -> None:
         keys, pages = keys_of(30, 4), [3, 4, 5, 6]
