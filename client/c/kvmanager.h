@@ -297,7 +297,8 @@ enum { KVM_ROWS_LOADED = 0, KVM_ROWS_MISSING = 1, KVM_ROWS_UNMAPPED = 2 };
  * (1..64) threads of this call's own: each page is copied, compared with its checksum, decoded and spread. codec: of
  * the CPU, made for `cache`. names: [blocks][64]. results: [blocks] out, of the enumeration above: what is missing, or
  * whose bytes were wrong; what lies in memory that is not to be mapped, or is still to be encoded: it can be read
- * otherwise. Rows of both hold anything. It waits for the daemon. Errors as of kvm_map_blocks_async; then nothing is loaded. */
+ * otherwise. Rows of both hold anything. It waits for the daemon. Errors as of kvm_map_blocks_async; then nothing is
+ * loaded. */
 KVM_API int kvm_load_rows(kvm_object* codec, kvm_object* cache, const kvm_rows* rows, const uint8_t* names,
                           uint32_t blocks, uint32_t threads, uint8_t* results);
 
