@@ -5,6 +5,7 @@ Llama-3.1-8B's shape with random K and V, a daemon, and beside them one large pi
     transfer_bench.py                                       # a GPU: raw and K4V3, prompts of 8K and 32K tokens
     transfer_bench.py --churn 2 --pool-gib 8                # in a pool that was written twice before, by prompts of all lengths
     transfer_bench.py --layers 4 --tokens 512 --repeats 3   # a CPU: does it work?
+    transfer_bench.py --capacity --codecs k4v3 k3v2         # instead: how many tokens of the newest prompts a pool keeps
 
 A store ends when the daemon has all blocks, a load when the engine may use them: checksums are compared, and the lease is
 released. Loaded blocks are compared with the stored ones, raw ones bit for bit. Needs torch, and vLLM or not.
@@ -25,6 +26,7 @@ import time
 import processes
 from configurations import CODECS, parse
 from intervals import quantile, ratio_of_medians
+from workload import filling
 
 sys.path += [str(processes.ROOT / "client/python/engines/vllm"), str(processes.ROOT / "bazel-bin/client/python/package")]
 
@@ -33,6 +35,7 @@ import torch  # noqa: E402
 
 from kvmanager.vllm.facts import Facts, Settings  # noqa: E402
 from kvmanager.vllm.messages import Finish, Load, StepPlan, Store  # noqa: E402
+from kvmanager.vllm.scheduler import Lookup  # noqa: E402
 from kvmanager.vllm.worker import WorkerHalf  # noqa: E402
 
 HEADS, HEAD_DIM, BLOCK_TOKENS = 8, 128, 64
@@ -50,6 +53,8 @@ def arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=10, help="prompts of each length (default 10)")
     add("--pool-gib", type=float, default=20, help="the daemon's host memory (default 20)")
     add("--churn", type=float, default=0, metavar="TIMES", help="the pool is written so often before, by prompts of all lengths (default 0)")
+    add("--capacity", action="store_true",
+        help="fill the pool with prompts of the first of --tokens that nobody asks for again, and count what is found from the newest on")
     add("--daemon", default=str(processes.ROOT / "bazel-bin/kvmanager/daemon/kvmanagerd"), help="kvmanagerd")
     add("--daemon-flag", action="append", default=[], help="for kvmanagerd")
     add("--connector", default="{}", metavar="JSON", help="further kv_connector_extra_config")
@@ -163,6 +168,33 @@ def churn(worker: Worker, options: argparse.Namespace, source: random.Random) ->
         worker_bytes += worker.taken("stored_encoded_bytes")
 
 
+def capacity(options: argparse.Namespace, name: str, codec: str, compression_max: float) -> dict:
+    """More unique prompts than fit; found: of the newest ones, until one is not found at all."""
+    source, blocks = random.Random(5), options.tokens[0] // BLOCK_TOKENS
+    with tempfile.TemporaryDirectory(prefix="kvmanager-transfer-") as folder:
+        pool_bytes = int(options.pool_gib * GIB)
+        log = pathlib.Path(folder, "kvmanagerd.log")
+        with processes.Daemon(options.daemon, pathlib.Path(folder), pool_bytes, options.daemon_flag, log) as daemon:
+            worker = Worker(daemon.address, codec, options.layers, blocks, json.loads(options.connector))
+            raw_tokens = pool_bytes // worker.half.block_bytes * BLOCK_TOKENS
+            prompts = [names_of(source, blocks) for _ in range(filling(options.tokens[0], compression_max, raw_tokens))]
+            for hashes in prompts:
+                worker.store(hashes)
+            found = []
+            for hashes in reversed(prompts):
+                lookup = Lookup("", hashes, 1)
+                if not worker.half.link.submit(lookup) or not worker.half.link.settle(DEADLINE_S):
+                    raise RuntimeError("a lookup does not end")
+                if not lookup.blocks:
+                    break
+                found.append(lookup.blocks)
+            worker.half.close()
+    tokens = sum(found) * BLOCK_TOKENS
+    print(f"{name:>8}: of {len(prompts)} prompts of {options.tokens[0]} tokens the newest {len(found)} are found, "
+          f"{sum(each == blocks for each in found)} of them whole: {tokens:,} tokens, {tokens / raw_tokens:.2f} times what fits raw")
+    return {"codec": name, "prompts": len(prompts), "found": [each * BLOCK_TOKENS for each in found], "raw_tokens": raw_tokens}
+
+
 def measure(options: argparse.Namespace, name: str, codec: str) -> list[dict]:
     source, rows = random.Random(1), []
     most = max(options.tokens) // BLOCK_TOKENS
@@ -213,14 +245,19 @@ def main() -> None:
     options = arguments()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     where = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+    how = "filled" if options.capacity else (
+        f"written {options.churn} times before; medians of {options.repeats}, beside one copy of the same bytes")
     print(f"{where}, torch {torch.__version__}, {options.layers} layers, {HEADS} x {HEAD_DIM}, blocks of {BLOCK_TOKENS} tokens, pool "
-          f"{options.pool_gib} GiB, written {options.churn} times before; medians of {options.repeats}, beside one copy of the same bytes")
+          f"{options.pool_gib} GiB, {how}")
     rows = []
     for text in options.codecs:
         configuration = parse(text)
         if configuration.codec is None:
             raise SystemExit(f"--codecs: {text} is none of kvmanager's")
-        rows += measure(options, configuration.name, configuration.codec)
+        if options.capacity:
+            rows.append(capacity(options, configuration.name, configuration.codec, configuration.compression_max))
+        else:
+            rows += measure(options, configuration.name, configuration.codec)
     if options.out:
         options.out.write_text(json.dumps({"device": where, "layers": options.layers, "churn": options.churn, "pool_gib": options.pool_gib,
                                            "rows": rows}, indent=1))

@@ -31,6 +31,20 @@ class TransferTest(unittest.TestCase):
         self.assertEqual(rows[1]["raw_bytes"], rows[1]["load_bytes"])
         self.assertLess(rows[3]["load_bytes"], rows[1]["load_bytes"])
 
+    def test_a_pool_keeps_the_newest_prompts(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder, "figures.json")
+            subprocess.run(
+                [sys.executable, str(_BENCH), "--capacity", "--codecs", "raw", "k3v2", "--layers", "2", "--tokens", "1024", "--pool-gib",
+                 "0.125", "--daemon", daemon_program(), "--out", str(out)],
+                check=True, timeout=300,
+            )
+            raw, encoded = json.loads(out.read_text(encoding="utf-8"))["rows"]
+        for row, least in ((raw, 0.9), (encoded, 4.1)):  # a prompt, of 16 blocks of which one stays raw, is a sixteenth of what fits raw
+            self.assertLess(len(row["found"]), row["prompts"])
+            self.assertGreater(sum(row["found"]), least * row["raw_tokens"])
+            self.assertEqual([1024] * (len(row["found"]) - 1), row["found"][:-1], "the newest are whole")
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -141,15 +141,15 @@ async def latency(engine: Asked, record: Record, scale: Scale, vocabulary: int) 
             await engine.settle()
 
 
-def filling(scale: Scale, compression_max: float, raw_tokens: int) -> int:
-    """Short prompts that a pool which would hold `raw_tokens` raw has no room for."""
-    return int(compression_max * raw_tokens * 1.25) // scale.short + 2
+def filling(tokens: int, compression_max: float, raw_tokens: int) -> int:
+    """Prompts of so many tokens that a pool which would hold `raw_tokens` raw has no room for."""
+    return int(compression_max * raw_tokens * 1.25) // tokens + 2
 
 
 async def capacity(engine: Asked, record: Record, scale: Scale, vocabulary: int, compression_max: float, raw_tokens: int) -> None:
     """Fills a pool that would hold `raw_tokens` raw with more than it can, and asks for all prompts again from the newest on:
     "found" has what is not computed again. The engine's own cache is emptied before, so none of it is found there."""
-    count = filling(scale, compression_max, raw_tokens)
+    count = filling(scale.short, compression_max, raw_tokens)
     asked = prompts(5, count, scale.short, vocabulary)
     for pair, prompt in enumerate(asked):
         record.add("fill", 0, pair, prompt, await engine.ask(prompt, 1))
@@ -174,7 +174,7 @@ async def disk(engine: Asked, record: Record, scale: Scale, vocabulary: int, com
             prompt = known.suffixed(prefix)
             record.add(f"{length} computed", 0, pair, prompt, await engine.ask(prompt, scale.output))
     await engine.settle()
-    for prompt in prompts(6, filling(scale, compression_max, raw_tokens), scale.short, vocabulary):
+    for prompt in prompts(6, filling(scale.short, compression_max, raw_tokens), scale.short, vocabulary):
         await engine.ask(prompt, 1)
     await engine.settle()
     record.say("the pool is filled with others")
