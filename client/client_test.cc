@@ -178,7 +178,7 @@ TEST(Client, ReconnectVoidsEarlierHandles) {
 
 TEST(Client, ReconnectGivesUpInTime) {
   FakeDaemon daemon;
-  auto client = ConnectTo(daemon, {.connect_ms = 50});
+  auto client = ConnectTo(daemon, {.connect_ms = 50, .hello_ms = 10000});
   daemon.Stop();
   EXPECT_EQ(client->Ping().code(), StatusCode::kUnavailable);
   EXPECT_EQ(client->Reconnect().code(), StatusCode::kUnavailable);
