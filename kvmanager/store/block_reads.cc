@@ -16,7 +16,11 @@ namespace {
 class BlockReadsImpl final : public BlockReads {
  public:
   BlockReadsImpl(const BlockReadParts& parts, std::shared_ptr<Cache> cache)
-      : index_(parts.blocks), lease_pages_(parts.pages), cache_(std::move(cache)), alive_(parts.alive) {
+      : index_(parts.blocks),
+        lease_pages_(parts.pages),
+        metrics_(parts.metrics),
+        cache_(std::move(cache)),
+        alive_(parts.alive) {
     ++cache_->leases;
   }
   ~BlockReadsImpl() override {
@@ -64,6 +68,9 @@ class BlockReadsImpl final : public BlockReads {
     for (const Block* block : found_) {
       for (const Page page : block->pages()) checksums_.push_back(page.checksum);
     }
+    // What no more fits is asked for again.
+    metrics_->prefix_asked_blocks.Increment(
+        static_cast<double>(match.reason == MissReason::kNone ? found_.size() : names.size()));
     index_->CountHits(match, tiers);
   }
 
@@ -131,6 +138,7 @@ class BlockReadsImpl final : public BlockReads {
 
   BlockIndex* const index_;
   LeasePages* const lease_pages_;
+  StoreMetrics* const metrics_;
   const std::shared_ptr<Cache> cache_;  // shared: see Block
   const std::weak_ptr<const bool> alive_;
   ShownSlabs* shown_ = nullptr;  // if places were asked for, and there are some

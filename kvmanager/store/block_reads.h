@@ -9,6 +9,7 @@
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/block_transfers.h"
 #include "kvmanager/store/lease_pages.h"
+#include "kvmanager/store/store_metrics.h"
 
 namespace kvmanager {
 
@@ -16,6 +17,7 @@ namespace kvmanager {
 struct BlockReadParts {
   BlockIndex* blocks = nullptr;
   LeasePages* pages = nullptr;  // counts those of mapped reads
+  StoreMetrics* metrics = nullptr;
   std::weak_ptr<const bool> alive;
 };
 

@@ -337,7 +337,7 @@ absl::StatusOr<std::unique_ptr<BlockReads>> CacheTable::ReadBlocks(CacheId id, u
                                                                    absl::Span<const BlockName> names,
                                                                    const ReadRoom& room) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindForTransfer(id, first, names.size()));
-  return MakeBlockReads({parts_.blocks, parts_.mapped_pages, parts_.alive}, cache, first, names, room);
+  return MakeBlockReads({parts_.blocks, parts_.mapped_pages, parts_.metrics, parts_.alive}, cache, first, names, room);
 }
 
 absl::StatusOr<std::unique_ptr<BlockWrites>> CacheTable::WriteBlocks(CacheId id, uint32_t first,

@@ -18,8 +18,9 @@ const char* HitTierName(HitTier tier) {
 }
 
 StoreMetrics::StoreMetrics(Metrics* m)
-    : prefix_asked_blocks(m->Counter("prefix_asked_blocks_total", "Blocks that new sequences asked for by name")),
-      prefix_hit_blocks(m->Counter("prefix_hit_blocks_total", "Blocks that new sequences took from a prefix hit")),
+    : prefix_asked_blocks(
+          m->Counter("prefix_asked_blocks_total", "Blocks that new sequences, and reads of blocks, asked for by name")),
+      prefix_hit_blocks(m->Counter("prefix_hit_blocks_total", "Blocks that new sequences, and reads of blocks, found")),
       prefix_hit_tiers(),
       prefix_misses(),
       checksum_failures(

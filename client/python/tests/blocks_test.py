@@ -7,6 +7,7 @@ import unittest
 
 import kvmanager as kv
 import numpy
+from engine_testing import metric
 from kvmanager.page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, LOADED, MISSING, PAGE_ALIGN
 from kvmanager_testing import Daemon
 from reference import MODEL, Prompt
@@ -272,6 +273,20 @@ class Blocks(unittest.TestCase):
         none = self.cache.map_blocks_async(others[2:], first=2).wait()
         self.assertEqual((none.blocks, none.raw, list(none.addresses)), (0, b"", []))
         self.assertIsNone(none.release_async().wait())
+
+    def test_what_is_read_counts_as_asked_for_and_found(self) -> None:
+        self.open("raw")
+        self.write()
+
+        def counted() -> list[float]:
+            return [metric(self.daemon, f"kvmanager_prefix_{name}_blocks_total") for name in ("asked", "hit")]
+
+        before = counted()
+        others = self.cache.block_names([*range(128), *range(1000, 1128)])
+        self.cache.map_blocks_async(others).wait().close()
+        room = self.range(self.cache.description.raw_page_bytes * self.cache.options.layers)  # for one block
+        self.assertEqual(1, self.cache.read_blocks(self.names, room).blocks)
+        self.assertEqual([4 + 1, 2 + 1], [now - was for now, was in zip(counted(), before)])
 
     def test_a_block_that_is_said_to_be_corrupt_and_is_not_stays(self) -> None:
         self.open("raw")
