@@ -59,6 +59,7 @@ _STAGING_MIB_MAX = 1024
 _RETENTION_MAX = {"retention_priority": 100, "retention_ttl_s": 315360000}
 _OF_EVICTION = 50  # the priority of what nobody retains
 _BATCH_MAX = 4096  # pages of one call
+_BOUND_PARTS = 8  # of the pool one is bound to the tenant, and mapped, before it has pages
 _KV = "kv"
 
 
@@ -196,6 +197,7 @@ class KvManagerHiCache(HiCacheStorage):
 
         def store(session: Session) -> list[bool]:
             cache, staging = session.cache(name), _staging(session, name, "stores", pool, self._settings)
+            self._codec(session, name, cache)
             names = _names(cache, keys)
             done[:] = _there(cache, names, prefetch=False)
             if self._kept_longer():
@@ -259,7 +261,14 @@ class KvManagerHiCache(HiCacheStorage):
         except ResourceExhaustedError as error:
             logger.warning("kvmanager: the daemon copies %d pages, which takes longer: %s", len(keys), error)
             return [False] * len(keys), every
-        return [each == LOADED for each in results], [place for place in every if results[place] == UNMAPPED]
+        left = [place for place in every if results[place] == UNMAPPED]
+        if left and not session.state.get((name, "said")):
+            session.state[name, "said"] = True
+            logger.info(
+                "kvmanager: the daemon copies %d of %d pages, which takes longer: their memory is not to be mapped, or they are "
+                "still to be encoded (said once)", len(left), len(keys),
+            )
+        return [each == LOADED for each in results], left
 
     def _codec(self, session: Session, name: str, cache: Cache) -> PageCodec | None:
         """Of the link's thread, made once for a connection and pool. None: the daemon decodes pages."""
@@ -267,8 +276,13 @@ class KvManagerHiCache(HiCacheStorage):
             codec = None
             try:
                 codec = PageCodec(cache, calibration_dir=self._settings["calibration_dir"])
+                # Of whole slabs: what a tenant stores first lies in small ones otherwise, which are not mapped.
+                cache.bind_slabs(cache.description.pool_bytes // _BOUND_PARTS)
+            except (DeadlineExceededError, UnavailableError):
+                raise
             except Error as error:
-                logger.info("kvmanager: the daemon decodes what is loaded, which takes longer: %s", error)
+                codec = None
+                logger.info("kvmanager: the daemon copies what is loaded, which takes longer: %s", error)
             session.state[name, "codec"] = codec
         return session.state[name, "codec"]
 

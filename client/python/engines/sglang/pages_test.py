@@ -143,8 +143,7 @@ class Engine:
 def load_mapped(
     test: unittest.TestCase, engine: Engine, stored: list[str], was: list[int], keys: list[str], now: list[int]
 ) -> list[int]:
-    """Stores pages in memory that is mapped, and loads keys from there; results of load_rows. engine.before: the pool then."""
-    test.assertTrue(engine.backend._call(lambda session: session.cache("kv").bind_slabs(64 << 20), 0))
+    """Stores pages, and loads keys; results of load_rows. engine.before: the pool then."""
     test.assertEqual([True] * len(stored), engine.store(stored, was))
     engine.before = engine.pool.cpu().clone()
     load_rows, found = PageCodec.load_rows, []
