@@ -50,7 +50,7 @@ struct Spread {
     for (uint32_t token = 0; token < tokens; ++token) {
       for (uint32_t head = 0; head < heads; ++head) {
         std::memcpy(to + token * token_stride + head * head_stride, from + (size_t{head} * tokens + token) * bytes,
-                    kBytes != 0 ? kBytes : bytes);
+                    bytes);
       }
     }
   }
@@ -76,7 +76,8 @@ class RowsLoad {
     std::vector<Scratch> scratches(std::min<size_t>(threads, names_.size()));
     for (Scratch& each : scratches) {
       const size_t raw_bytes = codec_.codec->layout().raw_bytes();
-      KV_ASSIGN_OR_RETURN(each.stored, AlignedBuffer::Make("a page", std::max(raw_bytes, StoredBytesMax())));
+      KV_ASSIGN_OR_RETURN(each.stored,
+                          AlignedBuffer::Make("a page", std::max(raw_bytes, codec_.codec->info().encoded_bytes)));
       if (identity()) continue;
       KV_ASSIGN_OR_RETURN(each.raw, AlignedBuffer::Make("a page", raw_bytes));
     }
@@ -109,11 +110,6 @@ class RowsLoad {
   };
 
   bool identity() const { return codec_.codec->info().identity; }
-  size_t StoredBytesMax() const {
-    size_t most = 0;
-    for (int layer = 0; layer < codec_.layers; ++layer) most = std::max(most, codec_.codec->info().page_bytes(layer));
-    return most;
-  }
 
   absl::Status MapAll() {
     std::deque<Pending<absl::StatusOr<MappedBlocks>>> asked;
@@ -169,7 +165,7 @@ class RowsLoad {
     const PageLayout& layout = codec_.codec->layout();
     for (int layer = 0; layer < codec_.layers; ++layer) {
       const bool raw = mapped.raw[layer] != 0;
-      const size_t bytes = raw ? layout.raw_bytes() : codec_.codec->info().page_bytes(layer);
+      const size_t bytes = StoredBytes(codec_, raw, static_cast<uint32_t>(layer));
       const uint8_t* page = scratch->stored.data();
       std::memcpy(scratch->stored.data(), reinterpret_cast<const void*>(mapped.pages[layer]), bytes);
       if (Checksum(page, bytes) != mapped.checksums[layer]) return false;

@@ -44,6 +44,11 @@ constexpr uint64_t kPageAlign = 64;  // api/kvmanager.capnp, BlocksRequest
 
 inline uint64_t AlignedPage(uint64_t bytes) { return (bytes + kPageAlign - 1) / kPageAlign * kPageAlign; }
 
+/// Of a page of `layer` as it is stored: raw, or in the codec's other form.
+inline uint64_t StoredBytes(const PageCodecObject& object, bool raw, uint32_t layer) {
+  return raw ? object.codec->layout().raw_bytes() : object.codec->info().page_bytes(static_cast<int>(layer));
+}
+
 /// Calls `f` with the object that a caller of the interface named.
 template <typename F>
 int AskCodec(kvm_object* object, F f) {

@@ -24,10 +24,6 @@ absl::Status CheckMapped(const MappedBlocks& mapped, uint32_t first, uint32_t co
                       absl::StrCat("of the ", mapped.blocks, " mapped"));
 }
 
-uint64_t StoredBytes(const PageCodecObject& object, bool raw, uint32_t layer) {
-  return raw ? object.codec->layout().raw_bytes() : object.codec->info().page_bytes(static_cast<int>(layer));
-}
-
 // What kernels read of a load or a save: items to decode or encode, and block ids. Written to host memory and copied to
 // the GPU at once, since small reads of host memory by kernels hold up the copies of pages.
 template <typename Item>

@@ -318,6 +318,8 @@ class PagesTest(DaemonTestCase):
                 with self.subTest(layout=layout, codec=codec), Engine(daemon.listen, layout, seed=71 + number, codec=codec) as engine:
                     results = load_mapped(self, engine, keys[:8], was, [*keys[:4], keys[8], *keys[4:8]], [*now[:4], 16, *now[4:]])
                     self.assertEqual([LOADED] * 4 + [MISSING] + [LOADED] * 4, results)
+                    if codec == "raw":  # nothing waits to be encoded
+                        self.assertNotIn(("kv", "loads"), engine.backend._call(lambda session: list(session.state), None))
                     mapped = engine.pool[:, :, now].clone()
                     self.assertEqual(0, int(engine.pool[:, :, 16:].cpu().ne(engine.before[:, :, 16:]).sum()))
                     with mock.patch.object(KvManagerHiCache, "_codec", lambda *_: None):
