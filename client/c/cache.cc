@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/c/describe.h"
 #include "client/c/object.h"
+#include "kvmanager/base/sha256.h"
 
 namespace kvmanager::client::c {
 namespace {
@@ -107,23 +108,18 @@ int kvm_name_hashes(const uint8_t* digest, const uint8_t* hashes, const uint32_t
                     uint8_t* names) {
   constexpr uint32_t kHashBytesMax = 64;
   // The words' last byte is 0.
-  constexpr char kBlock[] = "kvmanager external block", kTokens[] = "kvmanager external tokens";
-  const auto begin = [digest](absl::Span<const char> word) {
-    std::string text(word.data(), word.size());
-    return text.append(reinterpret_cast<const char*>(digest), sizeof(kvmanager::Digest));
-  };
+  static constexpr char kBlock[] = "kvmanager external block", kTokens[] = "kvmanager external tokens";
+  static constexpr absl::Span<const char> kWords[] = {kBlock, kTokens};
   return Guard([&]() -> absl::Status {
-    std::string texts[] = {begin(kBlock), begin(kTokens)};
+    kvmanager::Sha256Stream stream;
     for (uint32_t i = 0; i < count; ++i) {
       if (sizes[i] < 1 || sizes[i] > kHashBytesMax) {
         return kvmanager::InvalidField(absl::StrCat("hash ", i), absl::StrCat(sizes[i], " bytes"),
                                        absl::StrCat("1..", kHashBytesMax));
       }
-      for (std::string& text : texts) {
-        const size_t size = text.size();
-        text.append(reinterpret_cast<const char*>(hashes), sizes[i]);
-        const kvmanager::Digest name = kvmanager::Sha256({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
-        text.resize(size);
+      for (const absl::Span<const char> word : kWords) {
+        stream.Add({reinterpret_cast<const uint8_t*>(word.data()), word.size()});
+        const kvmanager::Digest name = stream.Add({digest, sizeof(kvmanager::Digest)}).Add({hashes, sizes[i]}).Finish();
         names = std::copy(name.bytes.begin(), name.bytes.end(), names);
       }
       hashes += sizes[i];

@@ -1,5 +1,7 @@
 #include "kvmanager/base/ids.h"
 
+#include <algorithm>
+
 #include "kvmanager/base/sha256.h"
 
 namespace kvmanager {
@@ -16,8 +18,19 @@ std::string Digest::ToHex(size_t bytes_max) const {
 Digest Sha256(absl::Span<const uint8_t> data) { return Sha256Stream().Add(data).Finish(); }
 
 namespace {
+// As little-endian words.
 Sha256Stream& AddTokens(Sha256Stream& stream, absl::Span<const uint32_t> token_ids) {
-  for (uint32_t id : token_ids) stream.Add({uint8_t(id), uint8_t(id >> 8), uint8_t(id >> 16), uint8_t(id >> 24)});
+  constexpr size_t kTokensAtOnce = 64;
+  uint8_t bytes[kTokensAtOnce * sizeof(uint32_t)];
+  while (!token_ids.empty()) {
+    const auto some = token_ids.first(std::min(token_ids.size(), kTokensAtOnce));
+    uint8_t* to = bytes;
+    for (const uint32_t id : some) {
+      for (int shift = 0; shift < 32; shift += 8) *to++ = static_cast<uint8_t>(id >> shift);
+    }
+    stream.Add({bytes, some.size() * sizeof(uint32_t)});
+    token_ids.remove_prefix(some.size());
+  }
   return stream;
 }
 }  // namespace
