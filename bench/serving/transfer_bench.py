@@ -93,7 +93,6 @@ class Worker:
         plan = StepPlan(stores=[Store(name, "", 0, hashes, 0, (ids,))])
         self.half.prepare_stores(plan)
         self.half.finish_saves()
-        self.half.begin(StepPlan())  # the next step, with which stores begin
         self.half.finishes(StepPlan(finishes=[Finish(name, False)]))
         if not self.half.link.settle(DEADLINE_S):
             raise RuntimeError("a store does not end")

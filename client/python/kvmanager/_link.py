@@ -39,7 +39,6 @@ RETRY_S = 0.1
 RETRY_MAX_S = 5.0
 PING_S = 1.0  # of an idle connection, so that a daemon that died is noticed before it is needed
 POLL_S = 0.005  # of calls under way
-LATER_S = 0.5  # before a job that was to run later runs unhurried
 JOBS_MAX = 4096
 CACHES_MAX = 64  # open at once; the least recently used goes
 _MS_MAX = 3600000
@@ -162,7 +161,6 @@ class Link:
         self._changed = threading.Condition()
         self._urgent: collections.deque[Job] = collections.deque()
         self._jobs: collections.deque[Job] = collections.deque()
-        self._later: collections.deque[tuple[float, Job]] = collections.deque()  # when each becomes one of _jobs
         self._attached = False
         self._tried = False  # to attach, once
         self._closed = False
@@ -176,7 +174,7 @@ class Link:
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not begun, but for urgent ones and those that run later. A moment's number."""
+        """Jobs that have not begun, but for urgent ones. A moment's number."""
         return len(self._jobs)
 
     def wait(self, attached: bool, timeout_s: float) -> bool:
@@ -192,30 +190,16 @@ class Link:
     def settle(self, timeout_s: float) -> bool:
         """Until no job waits or runs, and no call is under way; whether it came to that in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._busy or self._urgent or self._jobs or self._later), timeout_s)
+            return self._changed.wait_for(lambda: not (self._busy or self._urgent or self._jobs), timeout_s)
 
-    def submit(self, job: Job, urgent: bool = False, later: bool = False) -> bool:
-        """False, and nothing is called, where the daemon is away or JOBS_MAX jobs wait. later: behind hurry(), or LATER_S from now."""
+    def submit(self, job: Job, urgent: bool = False) -> bool:
+        """False, and nothing is called, where the daemon is away or JOBS_MAX jobs wait."""
         with self._changed:
-            waiting = len(self._urgent) + len(self._jobs) + len(self._later)
-            if not self._attached or self._closed or waiting >= JOBS_MAX:
+            if not self._attached or self._closed or len(self._urgent) + len(self._jobs) >= JOBS_MAX:
                 return False
-            if later:
-                self._later.append((time.monotonic() + LATER_S, job))
-            else:
-                (self._urgent if urgent else self._jobs).append(job)
+            (self._urgent if urgent else self._jobs).append(job)
             self._changed.notify_all()
         return True
-
-    def hurry(self) -> None:
-        """Jobs that were to run later run now, in their order."""
-        with self._changed:
-            self._take_later()
-            self._changed.notify_all()
-
-    def _take_later(self, until: float = float("inf")) -> None:
-        while self._later and self._later[0][0] <= until:
-            self._jobs.append(self._later.popleft()[1])
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Jobs that wait fail; the one that runs is waited for."""
@@ -289,11 +273,9 @@ class Link:
                 if self._busy and not busy:
                     self._busy = False
                     self._changed.notify_all()
-                wait_s = POLL_S if busy else PING_S
-                if self._later:
-                    wait_s = min(wait_s, max(0.0, self._later[0][0] - time.monotonic()))
-                self._changed.wait_for(lambda: self._closed or self._urgent or self._jobs, wait_s)
-                self._take_later(time.monotonic())
+                self._changed.wait_for(
+                    lambda: self._closed or self._urgent or self._jobs, POLL_S if busy else PING_S
+                )
                 if self._closed:
                     return UnavailableError("the engine closed its link")
                 job = (self._urgent or self._jobs).popleft() if self._urgent or self._jobs else None
@@ -339,7 +321,6 @@ class Link:
 
     def _fail_all(self, error: Error) -> None:
         with self._changed:
-            self._take_later()
             jobs = list(self._urgent) + list(self._jobs)
             self._urgent.clear()
             self._jobs.clear()

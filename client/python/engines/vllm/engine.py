@@ -28,8 +28,6 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-from kvmanager.vllm.messages import StepPlan
-
 LAYERS, HEADS, HEAD_DIM, VOCABULARY = 4, 2, 64, 1000
 DEADLINE_S = 600
 
@@ -248,7 +246,6 @@ class Engine:
         """Until what the halves began is done."""
         for connector in self.connectors():
             half = connector._scheduler or connector._worker
-            connector.handle_preemptions(StepPlan())  # the next step begins: stores do
             if not half.link.settle(DEADLINE_S):
                 raise AssertionError("the connector does not come to rest")
 

@@ -204,7 +204,6 @@ class Rank:
 
     def settle(self) -> None:
         """Until the link has done what it was given; and a step that gathers what it says."""
-        self.connector.handle_preemptions(StepPlan())  # the step begins: stores do
         if not self.half.link.settle(DEADLINE_S):
             raise AssertionError("the connector does not come to rest")
         self.step(StepPlan())

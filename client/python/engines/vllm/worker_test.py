@@ -151,34 +151,13 @@ class WorkerTest(DaemonTestCase):
         self.assertEqual(set(), rank.load("b", hashes, (list(range(20, 28)),)))
         self.assert_bytes(rank, list(range(20, 28)), rows)
 
-    def test_blocks_are_copied_before_the_next_step_takes_them(self) -> None:
-        rank = self.rank()
-        rows, hashes, ids = random_rows(3, 8, 16), hashes_of(3, 8), list(range(10, 18))
-        gate, taken = Gate(rank), rank.indices(ids)
-        rank.store("a", hashes, ids, rows)
-        rank.step(StepPlan(preempted=True), lambda layer: rank.spoil(taken))
-        gate.open()
-        rank.settle()
-        self.assertEqual(8, self.published())
-        self.assertEqual(set(), rank.load("b", hashes, (list(range(20, 28)),)))
-        self.assert_bytes(rank, list(range(20, 28)), rows)
-
-    def test_a_store_begins_without_a_next_step(self) -> None:
-        """Then a little later."""
-        rank = self.rank()
-        rank.store("a", hashes_of(2, 8), list(range(10, 18)), random_rows(2, 8, 16))
-        self.assertTrue(rank.half.link.settle(DEADLINE_S))
-        self.assertEqual(8, self.published())
-
     def test_blocks_that_are_taken_before_they_are_copied(self) -> None:
         """Then nothing is stored: not what their next owner wrote."""
         rank = self.rank()
         rows, hashes, ids = random_rows(4, 8, 16), hashes_of(4, 8), list(range(10, 18))
-        gate, taken, take = Gate(rank), rank.indices(ids), rank.half.stores.take
+        gate, taken = Gate(rank), rank.indices(ids)
         rank.store("a", hashes, ids, rows)
-        rank.half.stores.take = lambda: None  # no room
         rank.step(StepPlan(preempted=True), lambda layer: rank.spoil(taken))
-        rank.half.stores.take = take
         gate.open()
         rank.settle()
         self.assertEqual(0, self.published())

@@ -69,7 +69,7 @@ class StoreJob:
 
     def __init__(self, half: WorkerHalf, store: Store) -> None:
         self.store = store
-        self.after: list[Fence | None] = [None] * len(half.facts.layers)  # by layer: what computed it; the worker's thread, but for follow()
+        self.after: list[Fence | None] = [None] * len(half.facts.layers)  # by layer: what computed it; the worker's thread
         self._half = half
         self._lock = threading.Lock()  # of what follows
         self._next = 0  # blocks of the store whose copies were begun, or are not needed
@@ -120,12 +120,6 @@ class StoreJob:
                 part.failed, self._next = True, begin
             self._begun_fences.extend(part.fences)
         return not part.failed
-
-    def follow(self, fence: Fence) -> None:
-        """Copies that were not begun come behind this, too."""
-        with self._lock:
-            if not self._held:
-                self.after.append(fence)
 
     def _blocks(self, extent: Extent, begin: int) -> int:
         """How many are copied at once, from block `begin` of the store on: few in the first and last calls, beside which nothing

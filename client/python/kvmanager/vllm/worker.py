@@ -3,8 +3,7 @@
 The engine's thread records events and hands jobs over. What begins copies, and waits for them and for the daemon, is
 the link's thread (jobs.py). A store's blocks are copied into raw pages, encoded by the engine's own device (stored.py), and written to
 the daemon a few at a time, all layers in one call; loads go the other way. Copies are ordered by events: a store's begin
-behind the step that computed its blocks, a load's behind what the engine's stream was given before. A step's stores begin when the next
-step does, behind the copy of the sampled tokens to host memory, for which they would let the engine wait.
+behind the step that computed its blocks, a load's behind what the engine's stream was given before.
 
 Stores wait for room, in their order: blocks of a finished request are kept until stores have copied them. Those that are
 taken from a preempted one, or that leave a window, are written after the copies that were begun, and others are not stored.
@@ -76,7 +75,6 @@ class WorkerHalf:
         self.paged: PagedBlocks | None = None  # likewise: what copies whole blocks in one call
         self._lent: tuple[Handle, ...] = ()  # by the daemon, of a GPU; the link's thread
         self._step: list[StoreJob] = []  # of this step, their copies not all begun
-        self._computed: list[StoreJob] = []  # of the step before, which begin behind its end
         self._idle = False  # the step before computed nothing
         self._reading: dict[str, list[StoreJob]] = {}  # whose blocks may still be read, by request
         self._hashes: dict[str, tuple[str, list[bytes]]] = {}  # tenant and hashes of what was stored, by request
@@ -286,23 +284,10 @@ class WorkerHalf:
 
     def begin(self, plan: StepPlan) -> None:
         """Before the step runs, and before blocks of preempted requests are written."""
-        taken = bool(plan.preempted or self.facts.windowed)
-        if self._computed:
-            self._begin_stores(taken)
-        if taken:
+        if plan.preempted or self.facts.windowed:
             for jobs in self._reading.values():
                 for job in jobs:
                     job.take_blocks()
-
-    def _begin_stores(self, taken: bool) -> None:
-        """Of the step before. taken: blocks are, so that copies which are not begun now never are."""
-        jobs, self._computed = self._computed, []
-        after = self.copies.here()
-        for job in jobs:
-            job.follow(after)
-            while taken and job.begin():
-                pass
-        self.link.hurry()
 
     def start_loads(self, plan: StepPlan) -> None:
         after = self.copies.here() if plan.loads and self.copies is not None else Fence()
@@ -332,16 +317,16 @@ class WorkerHalf:
                 job.after[layer] = after
 
     def finish_saves(self) -> None:
-        """All layers are; hands the jobs over, which begin with the next step."""
+        """All layers are; hands the jobs over."""
         if not self._step:
             return
         after = self.copies.here()
         jobs, self._step = self._step, []
         for job in jobs:
             job.after = [each or after for each in job.after]
-            if self.link is not None and self.link.submit(job, later=True):
-                self._computed.append(job)
-            else:
+            while self.facts.windowed and job.begin():  # the next step may take blocks, and would stop what has not begun
+                pass
+            if not self._submit(job):
                 job.take_blocks()
                 job.fail(UnavailableError("the daemon is away"))
 
