@@ -168,9 +168,11 @@ class StoreJob:
         writing: collections.deque[Writing] = collections.deque()
         most = _DIRECT_WRITES if half.stores is not None and half.stores.direct else _WRITES
         try:
+            # The GPU encodes some in its own memory meanwhile; the daemon does not copy of them what it has.
+            part = self._next_part() if half.stores is not None and half.stores.direct else None
             self._skip_present(cache)
-            part = self._next_part()
-            names = cache.external_names(store.hashes)  # takes a while: the first copies are under way
+            part = part or self._next_part()
+            names = cache.external_names(store.hashes)  # the first copies are under way
             while True:
                 if part is not None:
                     if not part.encodes:

@@ -161,8 +161,10 @@ class WorkerHalf:
             device = self._daemons_device(session)
             if device is None:
                 return None
-            turns, blocks = (None, self.extent_blocks) if codec.identity else self._encode_turns()
-            nbytes = _DIRECT_RANGES * range_bytes(codec, self.geometry, blocks, raw=codec.identity)
+            ranges, turns, blocks = _DIRECT_RANGES, *self._encode_turns()
+            if codec.identity:  # as much memory, but few calls: each has engine's threads wait for Python's lock
+                ranges, turns = -(-_DIRECT_RANGES * self.extent_blocks // blocks), None
+            nbytes = ranges * range_bytes(codec, self.geometry, blocks, raw=codec.identity)
             arena = device.create_arena(nbytes)
             self._lent = arena, device
             self._await_pinned(session, cache, arena)
