@@ -23,6 +23,7 @@ from rank import hashes_of, random_rows
 from stand_in import USED  # before what needs vLLM
 
 import kvmanager.vllm.jobs
+import kvmanager.vllm.load_ends
 import kvmanager.vllm.mapped_load
 import kvmanager.vllm.worker
 from kvmanager.vllm.measured import LoadMeter, LoadTimes
@@ -504,8 +505,8 @@ class WorkerTest(DaemonTestCase):
         rows, hashes = random_rows(26, 5, 16), hashes_of(26, 5)
         rank.store("a", hashes, list(range(3, 8)), rows)
         rank.settle()
-        waits = {"_IDLE_WAIT_S": DEADLINE_S, "_IDLE_AGAIN_WAIT_S": DEADLINE_S}  # the former behind a step that computed
-        with unittest.mock.patch.multiple(kvmanager.vllm.worker, **waits):
+        waits = {"_WAIT_S": DEADLINE_S, "_WAIT_AGAIN_S": DEADLINE_S}  # the former behind a step that computed
+        with unittest.mock.patch.multiple(kvmanager.vllm.load_ends, **waits):
             for name, wanted in (("b", hashes), ("c", hashes_of(27, 5))):
                 load = Load(name, "", wanted, 0, ([10, 11, 12, 13, 14],))
                 rank.step(StepPlan(loads=[load], computes=False))

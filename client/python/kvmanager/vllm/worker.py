@@ -23,6 +23,7 @@ from ..paged import Fence, PagedCopy
 from ..stored import Extent, Extents, Geometry, range_bytes
 from .facts import Facts, Settings
 from .jobs import FinishJob, LoadJob, StoreJob
+from .load_ends import LoadEnds
 from .mapped_load import CALLS, MAPPED_PAGES_MAX
 from .measured import LoadMeter
 from .messages import Load, StepPlan, Store
@@ -46,8 +47,6 @@ _DEVICES_MAX = 16  # of a daemon
 _PIN_WAIT_S = 120.0  # for the daemon to pin its memory, before it copies out of the GPU's
 _PIN_POLL_S = 0.2
 _LOG_S = 5.0
-_IDLE_WAIT_S = 0.002  # of a step without anything to compute, for loads: the engine sleeps a millisecond before the next
-_IDLE_AGAIN_WAIT_S = 0.008  # the same behind another such step: no output of an earlier one waits meanwhile
 _ALL_BYTES = 1 << 62  # more than any pool
 
 
@@ -75,15 +74,11 @@ class WorkerHalf:
         self.paged: PagedBlocks | None = None  # likewise: what copies whole blocks in one call
         self._lent: tuple[Handle, ...] = ()  # by the daemon, of a GPU; the link's thread
         self._step: list[StoreJob] = []  # of this step, their copies not all begun
-        self._idle = False  # the step before computed nothing
         self._reading: dict[str, list[StoreJob]] = {}  # whose blocks may still be read, by request
         self._hashes: dict[str, tuple[str, list[bytes]]] = {}  # tenant and hashes of what was stored, by request
         self._reports: set[str] = set()  # requests whose blocks wait for their stores
+        self._load_ends = LoadEnds()
         self._lock = threading.Lock()  # of what follows
-        self._loading = 0  # jobs
-        self._load_ended = threading.Condition(self._lock)
-        self._received: set[str] = set()
-        self._failed: dict[str, set[int]] = {}  # block ids of group 0 that were not loaded, by request
         self._stats = KvManagerStats()
         self.link: Link | None = None  # once the caches are known
 
@@ -295,8 +290,7 @@ class WorkerHalf:
         after = self.copies.here() if plan.loads and self.copies is not None else Fence()
         for load in plan.loads:
             job = LoadJob(self, load, after)
-            with self._lock:
-                self._loading += 1
+            self._load_ends.begin()
             if not self._submit(job, urgent=True):
                 job.fail(UnavailableError("the daemon is away"))
 
@@ -343,13 +337,8 @@ class WorkerHalf:
                 self._reading.pop(finish.request, None)
 
     def wait_for_loads(self, computes: bool) -> None:
-        """Of a step that computes nothing: a moment, until one has ended, where some are under way."""
-        idle, self._idle = self._idle, not computes
-        if computes:
-            return
-        with self._lock:
-            if self._loading and not self._received:
-                self._load_ended.wait(_IDLE_AGAIN_WAIT_S if idle else _IDLE_WAIT_S)
+        """Of a step that computes nothing: a moment, where some are under way."""
+        self._load_ends.wait(computes)
 
     def results(self) -> tuple[set[str], set[str], dict[str, set[int]]]:
         """Since the last call: requests whose blocks are no longer read; those whose load has ended; of these, what was
@@ -362,10 +351,8 @@ class WorkerHalf:
                 del self._reading[name]
         sent = {name for name in self._reports if name not in self._reading}
         self._reports -= sent
-        with self._lock:
-            received, self._received = self._received, set()
-            failed, self._failed = self._failed, {}
-        return sent, received, failed
+        ended = self._load_ends.take()
+        return sent, set(ended), {request: missing for request, missing in ended.items() if missing is not None}
 
     # What jobs call, on the link's thread.
 
@@ -396,14 +383,11 @@ class WorkerHalf:
 
     def loaded(self, load: Load, blocks: int) -> None:
         """Also the worker's thread."""
-        missing = {each for each in load.block_ids[0][blocks:] if each}
-        with self._lock:
-            self._loading -= 1
-            self._load_ended.notify()
-            self._received.add(load.request)
-            if blocks < len(load.hashes) - load.first:
-                self._failed[load.request] = missing
-                self._stats.add("loads_failed")
+        missing = None
+        if blocks < len(load.hashes) - load.first:
+            missing = {each for each in load.block_ids[0][blocks:] if each}
+            self.count("loads_failed")
+        self._load_ends.end(load.request, missing)
 
     def count(self, name: str, amount: float = 1) -> None:
         if amount:

@@ -1,0 +1,79 @@
+"""Loads of a worker that are under way, or have ended: when the engine's thread waits for them, and when it says their ends.
+
+A request whose load has ended is in the engine's next step, and a step takes about as long with some short rests of prompts as with
+one. So where the engine computes nothing, an end is said together with those of other loads that end within a step's time. Alone,
+each load would wait for the step of the one before.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import threading
+import time
+
+_WAIT_S = 0.002  # of a step without anything to compute: the engine sleeps a millisecond before the next
+_WAIT_AGAIN_S = 0.008  # the same behind another such step: no output of an earlier one waits meanwhile
+_TOGETHER_S = 0.05  # at most, that an end waits for others'
+_STEPS = 16  # of which the shortest counts
+
+
+class LoadEnds:
+    """begin() and end() are for any thread, wait() and take() for the engine's, each once a step, in this order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._under_way = 0
+        self._ended: dict[str, set[int] | None] = {}  # requests that were not said; as end() has it
+        self._first_s = math.inf  # when the first of them ended
+        self._idle = False  # the step computes nothing
+        self._computes_since: float | None = None  # when the step before began, if it computed
+        self._periods_s: collections.deque[float] = collections.deque(maxlen=_STEPS)  # from such a step to the next
+
+    def begin(self) -> None:
+        with self._lock:
+            self._under_way += 1
+
+    def end(self, request: str, missing: set[int] | None) -> None:
+        """missing: block ids of group 0 that were not loaded; None: all was."""
+        with self._lock:
+            self._under_way -= 1
+            if not self._ended:
+                self._first_s = time.monotonic()
+            self._ended[request] = missing
+            self._changed.notify()
+
+    def wait(self, computes: bool) -> None:
+        """A step begins. Where it computes nothing: a moment, until there is something to say."""
+        now = time.monotonic()
+        if self._computes_since is not None:
+            self._periods_s.append(now - self._computes_since)
+        self._computes_since = now if computes else None
+        idle, self._idle = self._idle, not computes
+        if computes:
+            return
+        until = now + (_WAIT_AGAIN_S if idle else _WAIT_S)
+        with self._lock:
+            while self._under_way:
+                left = min(until, self._say_s()) - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait(left)
+
+    def take(self) -> dict[str, set[int] | None]:
+        """A step ends: requests whose loads have ended and were not said before, and what was not loaded of each."""
+        with self._lock:
+            if self._idle and self._under_way and time.monotonic() < self._say_s():
+                return {}
+            taken, self._ended = self._ended, {}
+            return taken
+
+    def _say_s(self) -> float:
+        """When what has ended is to be said, while others are under way."""
+        if not self._ended:
+            return math.inf
+        return self._first_s + min(_TOGETHER_S, min(self._periods_s, default=0.0))
+
+
+__all__ = ["LoadEnds"]

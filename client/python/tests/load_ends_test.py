@@ -1,0 +1,138 @@
+"""When the connector's half in a vLLM worker says that loads have ended. Time is a number here. The module alone is loaded: vLLM is
+not installed where this runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import types
+import unittest
+
+import kvmanager
+
+_PATH = os.path.join(os.path.dirname(kvmanager.__file__), "vllm", "load_ends.py")
+_spec = importlib.util.spec_from_file_location("load_ends", _PATH)
+load_ends = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(load_ends)
+
+SLEEP_S = 0.001  # of an engine between two steps that compute nothing
+
+
+class World:
+    """An engine's steps, and loads that end at given times. Times are seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.ends = load_ends.LoadEnds()
+        self.said: dict[str, float] = {}  # when
+        self._coming: list[tuple[float, str, set[int] | None]] = []
+        self.missing: dict[str, set[int] | None] = {}
+        load_ends.time = types.SimpleNamespace(monotonic=lambda: self.now)
+        # The lock is held in wait(), which end() takes.
+        self.ends._changed = types.SimpleNamespace(wait=self._wait, notify=lambda: None)
+
+    def load(self, name: str, seconds: float, missing: set[int] | None = None) -> None:
+        self.ends.begin()
+        self._coming.append((self.now + seconds, name, missing))
+        self._coming.sort(key=lambda each: each[0])
+
+    def step(self, computes: bool = False, seconds: float = 0.0005) -> None:
+        self.ends.wait(computes)
+        self._advance(seconds)
+        for name, missing in self.ends.take().items():
+            assert name not in self.said
+            self.said[name], self.missing[name] = self.now, missing
+        if not computes:
+            self._advance(SLEEP_S)
+
+    def idle(self, steps: int = 100) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def _advance(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self._coming and self._coming[0][0] <= until:
+            self.now, name, missing = self._coming.pop(0)
+            self.ends.end(name, missing)
+        self.now = until
+
+    def _wait(self, seconds: float) -> None:
+        """Of a condition: until something ends."""
+        left = self._coming[0][0] - self.now if self._coming else seconds
+        self.ends._lock.release()
+        self._advance(min(seconds, max(0.0, left)))
+        self.ends._lock.acquire()
+
+
+class LoadEndsTest(unittest.TestCase):
+    def world(self, period_s: float = 0.03) -> World:
+        """An engine that has computed some steps."""
+        world = World()
+        for _ in range(4):
+            world.step(computes=True, seconds=period_s)
+        world.idle(4)
+        return world
+
+    def test_one_alone_is_said_at_once(self) -> None:
+        for seconds in (0.0001, 0.0015, 0.005, 0.02, 0.3):
+            world = self.world()
+            began = world.now
+            world.load("a", seconds)
+            world.idle()
+            self.assertLess(world.said["a"] - began - seconds, 0.0021)
+
+    def test_others_that_end_soon_are_said_with_it(self) -> None:
+        world = self.world()
+        for number in range(4):
+            world.load(f"{number}", 0.007 * (number + 1), {number} if number % 2 else None)
+        world.idle()
+        self.assertEqual(1, len(set(world.said.values())))
+        self.assertEqual({"0": None, "1": {1}, "2": None, "3": {3}}, world.missing)
+
+    def test_nothing_is_held_longer_than_a_step_takes(self) -> None:
+        for period_s, most_s in ((0.01, 0.01), (0.03, 0.03), (2.0, load_ends._TOGETHER_S)):
+            world = self.world(period_s)
+            began = world.now
+            world.load("a", 0.005)
+            world.load("b", 1.0)
+            world.idle(1000)
+            self.assertGreater(world.said["a"] - began, 0.005 + most_s - 0.0001)
+            self.assertLess(world.said["a"] - began, 0.005 + most_s + 0.0021)
+            self.assertLess(world.said["b"] - began, 1.0021)
+
+    def test_an_engine_that_computes_is_told_at_once(self) -> None:
+        world = self.world()
+        world.load("a", 0.005)
+        world.load("b", 0.05)
+        world.step(computes=True, seconds=0.01)
+        self.assertEqual(["a"], list(world.said))
+
+    def test_before_any_step_nothing_is_held(self) -> None:
+        world = World()
+        world.load("a", 0.005)
+        world.load("b", 0.02)
+        world.idle()
+        self.assertLess(world.said["a"], world.said["b"])
+
+    def test_each_is_said_once_and_soon(self) -> None:
+        """Whatever comes when."""
+        source = random.Random(4)
+        for _ in range(200):
+            world, period_s = World(), source.choice((0.002, 0.01, 0.05))
+            ends: dict[str, float] = {}
+            for number in range(200):
+                for _ in range(source.choice((0, 0, 0, 1, 4))):
+                    name, seconds = f"{number} {len(ends)}", source.choice((0.0, 0.003, 0.02, 0.2)) * source.random()
+                    ends[name] = world.now + seconds
+                    world.load(name, seconds)
+                world.step(source.random() < 0.2, period_s * (1 + source.random()))
+            world.idle(400)
+            self.assertEqual(set(ends), set(world.said))
+            for name, end in ends.items():
+                self.assertGreaterEqual(world.said[name], end)
+                self.assertLess(world.said[name] - end, load_ends._TOGETHER_S + load_ends._WAIT_AGAIN_S + 2 * period_s)
+
+
+if __name__ == "__main__":
+    unittest.main()
