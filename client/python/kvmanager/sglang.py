@@ -12,7 +12,7 @@ context's first, so that none can be a sink: the codec has ";sinks=0".
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import logging
 import threading
 from typing import Any, Callable, List, Optional
@@ -22,19 +22,9 @@ from sglang.srt.mem_cache import hicache_storage as base
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from ._link import Link, Session, check_setting, share_lock
-from .cache import BlockNames, Cache, Entries, Sequence
-from .errors import (
-    DeadlineExceededError,
-    Error,
-    FailedPreconditionError,
-    ResourceExhaustedError,
-    UnavailableError,
-    UnimplementedError,
-)
-from .host_pool import PageCopier, Piece, Pieces, Pool, Sides, strides_of
-from .page_codec import LOADED, UNMAPPED, PageCodec
-from .paged import Extent, Staging
-from .pending import Pending
+from .errors import Error, UnavailableError
+from .host_pool import PageCopier, Pool, Sides
+from .pool_pages import OF_EVICTION, PoolPages
 
 # What versions of SGLang differ in.
 PoolTransfer = getattr(base, "PoolTransfer", Any)
@@ -51,15 +41,12 @@ _SETTINGS = {
     "calibration_dir": "",
     "deadline_ms": 10000,
     "staging_mib": 512,
-    "retention_priority": 50,
+    "retention_priority": OF_EVICTION,
     "retention_ttl_s": 0,
 }
 _OURS_NOT = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's own keys of extra_config
 _STAGING_MIB_MAX = 1024
 _RETENTION_MAX = {"retention_priority": 100, "retention_ttl_s": 315360000}
-_OF_EVICTION = 50  # the priority of what nobody retains
-_BATCH_MAX = 4096  # pages of one call
-_BOUND_PARTS = 8  # of the pool one is bound to the tenant, and mapped, before it has pages
 _KV = "kv"
 
 
@@ -79,7 +66,7 @@ def check_retention(settings: dict) -> None:
     for key, most in _RETENTION_MAX.items():
         if not 0 <= settings[key] <= most:
             raise ValueError(f"{key} is {settings[key]}, must be 0..{most}")
-    if settings["retention_ttl_s"] and settings["retention_priority"] == _OF_EVICTION:
+    if settings["retention_ttl_s"] and settings["retention_priority"] == OF_EVICTION:
         raise ValueError(f"retention_ttl_s is {settings['retention_ttl_s']}, must be 0 where no retention_priority is set")
 
 
@@ -123,7 +110,6 @@ class KvManagerHiCache(HiCacheStorage):
             check_setting(key, value, _SETTINGS[key], _STAGING_MIB_MAX)
         self._settings["codec"] = without_sinks(self._settings["codec"])
         check_retention(self._settings)
-        self._retention_failed = False
         self._config = storage_config
         self._pools: dict[str, Pool] = {}
         self._link: Link | None = None
@@ -180,159 +166,33 @@ class KvManagerHiCache(HiCacheStorage):
             return otherwise
         return call.result
 
+    def _of(self, session: Session, name: str) -> PoolPages:
+        pages, pool = session.state.get(name), self._pools[name]
+        if pages is None or pages.pool is not pool:
+            urgent = functools.partial(self._link.run_urgent, session)
+            pages = session.state[name] = PoolPages(session, name, pool, self._settings, self._copier, urgent)
+        return pages
+
     def _exist(self, name: str, keys: List[str]) -> list[bool]:
-        if name not in self._pools:
-            return [False] * len(keys)
-
-        def ask(session: Session) -> list[bool]:
-            cache = session.cache(name)
-            return _there(cache, _names(cache, keys), prefetch=True)
-
-        return self._call(ask, [False] * len(keys)) if keys else []
+        nothing = [False] * len(keys)
+        if name not in self._pools or not keys:
+            return nothing
+        return self._call(lambda session: self._of(session, name).there(keys, prefetch=True), nothing)
 
     def _set(self, name: str, keys: List[str], page_of: Callable[[int], Sides]) -> list[bool]:
         """page_of(place): K and V that key number `place` names."""
         done = [False] * len(keys)
-        pool = self._pools.get(name)
-
-        def store(session: Session) -> list[bool]:
-            cache, staging = session.cache(name), _staging(session, name, "stores", pool, self._settings)
-            self._codec(session, name, cache)
-            names = _names(cache, keys)
-            done[:] = _there(cache, names, prefetch=False)
-            if self._kept_longer():
-                self._retain(cache, [key for key, there in zip(keys, done) if there])
-            missing = [place for place in range(len(keys)) if not done[place]]
-
-            def write(piece: Piece) -> None:
-                self._link.run_urgent(session)  # who waits for a prompt does not wait for what is stored
-                piece.copies.wait()
-                _append(cache, pool, piece.extent, [names[place] for place in piece.places])
-                for place in piece.places:
-                    done[place] = True
-                self._retain(cache, [keys[place] for place in piece.places])
-
-            with Pieces(staging, write) as pieces:
-                for places in pieces.cut(missing):
-                    piece = pieces.take(places)
-                    piece.copies = self._copier.begin(
-                        (pool.rows(piece.extent, at), page_of(place)) for at, place in enumerate(places)
-                    )
-            return done
-
-        if pool is None or not keys:
-            return done
-        return self._call(store, done, urgent=False)
+        if name in self._pools and keys:
+            self._call(lambda session: self._of(session, name).store(keys, page_of, done), None, urgent=False)
+        return done
 
     def _get(self, name: str, keys: List[str], page_of: Callable[[int], Sides]) -> list[bool]:
         """page_of(place): where K and V of key number `place` go."""
-        pool = self._pools.get(name)
-
-        def load(session: Session) -> list[bool]:
-            pages = [page_of(place) for place in range(len(keys))]
-            done, left = self._load_rows(session, name, keys, pages)
-            if left:
-                self._read_pages(session, name, keys, pages, left, done)
-            if self._kept_longer():
-                self._retain(session.cache(name), [key for key, there in zip(keys, done) if there])
-            return done
-
-        if pool is None or not keys:
-            return [False] * len(keys)
-        return self._call(load, [False] * len(keys))
-
-    def _load_rows(
-        self, session: Session, name: str, keys: List[str], pages: list[Sides]
-    ) -> tuple[list[bool], list[int]]:
-        """Copies pages out of the daemon's memory, which this process maps. Which are there, and places of those that can be read
-        otherwise alone."""
-        cache, every = session.cache(name), list(range(len(keys)))
-        codec, strides = self._codec(session, name, cache), strides_of(pages)
-        if codec is None or strides is None:
-            return [False] * len(keys), every
-        names = BlockNames(b"".join(each.data for each in _names(cache, keys)))
-        k, v = ([page[side].data_ptr() for page in pages] for side in range(2))
-        try:
-            results = codec.load_rows(names, k, v, strides, self._copier.threads)
-        except (FailedPreconditionError, UnimplementedError) as error:
-            session.state[name, "codec"] = None
-            logger.info("kvmanager: the daemon copies what is loaded, which takes longer: %s", error)
-            return [False] * len(keys), every
-        except ResourceExhaustedError as error:
-            logger.warning("kvmanager: the daemon copies %d pages, which takes longer: %s", len(keys), error)
-            return [False] * len(keys), every
-        left = [place for place in every if results[place] == UNMAPPED]
-        if left and not session.state.get((name, "said")):
-            session.state[name, "said"] = True
-            logger.info(
-                "kvmanager: the daemon copies %d of %d pages, which takes longer: their memory is not to be mapped, or they are "
-                "still to be encoded (said once)", len(left), len(keys),
-            )
-        return [each == LOADED for each in results], left
-
-    def _codec(self, session: Session, name: str, cache: Cache) -> PageCodec | None:
-        """Of the link's thread, made once for a connection and pool. None: the daemon decodes pages."""
-        if (name, "codec") not in session.state:
-            codec = None
-            try:
-                codec = PageCodec(cache, calibration_dir=self._settings["calibration_dir"])
-                # Of whole slabs: what a tenant stores first lies in small ones otherwise, which are not mapped.
-                cache.bind_slabs(cache.description.pool_bytes // _BOUND_PARTS)
-            except (DeadlineExceededError, UnavailableError):
-                raise
-            except Error as error:
-                codec = None
-                logger.info("kvmanager: the daemon copies what is loaded, which takes longer: %s", error)
-            session.state[name, "codec"] = codec
-        return session.state[name, "codec"]
-
-    def _read_pages(
-        self, session: Session, name: str, keys: List[str], pages: list[Sides], places: list[int], done: list[bool]
-    ) -> None:
-        """By way of the arena, where the daemon decodes them."""
-        pool = self._pools[name]
-        cache, staging = session.cache(name), _staging(session, name, "loads", pool, self._settings)
-
-        def end(piece: Piece) -> None:
-            piece.copies.wait()
-            for place in piece.places:
-                done[place] = True
-
-        with Pieces(staging, end) as pieces:
-            for some in pieces.cut(places):
-                sequences = cache.create_sequences(_names(cache, [keys[place] for place in some]))
-                try:
-                    found = [(place, each) for place, each in zip(some, sequences) if each.hit_blocks == 1]
-                    if not found:
-                        continue
-                    piece = pieces.take([place for place, _ in found])
-                    _read(cache, pool, piece.extent, [each for _, each in found])
-                    piece.copies = self._copier.begin(
-                        (pages[place], pool.rows(piece.extent, at)) for at, place in enumerate(piece.places)
-                    )
-                finally:
-                    for each in sequences:
-                        each.close()
-
-    def _kept_longer(self) -> bool:
-        """Then each use of a page counts, whoever stored it. Below _OF_EVICTION only what is stored here does: others may
-        want what was there."""
-        return self._settings["retention_priority"] > _OF_EVICTION
-
-    def _retain(self, cache: Cache, keys: List[str]) -> None:
-        priority, ttl_ms = self._settings["retention_priority"], self._settings["retention_ttl_s"] * 1000
-        if priority == _OF_EVICTION:
-            return
-        try:
-            for begin in range(0, len(keys), _BATCH_MAX):
-                some = [_digest(key) for key in keys[begin : begin + _BATCH_MAX]]
-                cache.retain(cache.external_names(some), priority, ttl_ms)
-        except (DeadlineExceededError, UnavailableError):
-            raise
-        except Error as error:  # of an earlier daemon, for example: they are kept as usual
-            if not self._retention_failed:
-                logger.warning("kvmanager: pages are not retained: %s", error)
-            self._retention_failed = True
+        nothing = [False] * len(keys)
+        if name not in self._pools or not keys:
+            return nothing
+        pages = [page_of(place) for place in range(len(keys))]
+        return self._call(lambda session: self._of(session, name).load(keys, pages), nothing)
 
     # Version 1: pages of the registered host pool.
 
@@ -477,69 +337,6 @@ class KvManagerHiCache(HiCacheStorage):
 
 def _leading(there: list[bool]) -> int:
     return there.index(False) if False in there else len(there)
-
-
-def _there(cache: Cache, names: list[BlockNames], prefetch: bool) -> list[bool]:
-    parts = [names[begin : begin + _BATCH_MAX] for begin in range(0, len(names), _BATCH_MAX)]
-    return [match.hit_blocks == 1 for part in parts for match in cache.match(part, prefetch)]
-
-
-def _names(cache: Cache, keys: List[str]) -> list[BlockNames]:
-    """Each of a sequence of one block."""
-    return [cache.external_names([_digest(key)]) for key in keys]
-
-
-def _digest(key: str) -> bytes:
-    """SGLang's keys are hexadecimal digests, perhaps with a suffix."""
-    try:
-        digest = bytes.fromhex(key)
-    except ValueError:
-        digest = b""
-    if len(digest) != 32:
-        digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()
-    return digest
-
-
-def _staging(session: Session, name: str, use: str, pool: Pool, settings: dict) -> Staging:
-    """Half of the settings' for each use. Of the link's thread, made once for a connection and pool."""
-    staging = session.state.get((name, use))
-    if staging is None:
-        arena = session.client.create_arena(max(pool.page_bytes, settings["staging_mib"] << 19))
-        layers, tokens, heads, width = pool.shape
-        memory = torch.from_dlpack(arena.tensor((arena.nbytes,), "uint8"))
-        staging = session.state[name, use] = Staging(memory, layers, tokens, heads, width, pool.dtype)
-        session.state[name, use, "arena"] = arena
-    return staging
-
-
-def _wait(calls: list[Pending]) -> None:
-    """For all, whatever becomes of them: they read or write the same extent."""
-    failed: Error | None = None
-    for each in calls:
-        try:
-            each.wait()
-        except Error as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
-
-
-def _append(cache: Cache, pool: Pool, extent: Extent, names: list[BlockNames]) -> None:
-    """A sequence of one page for each name, published and given back."""
-    sequences: list[Sequence] = cache.create_sequences([None] * len(names))
-    try:
-        entries = Entries((each, 0, pool.page_tokens) for each in sequences)
-        _wait([cache.step_async(layer, entries, *extent.rows(layer)) for layer in range(pool.shape[0])])
-        for each, name in zip(sequences, names):
-            each.publish(name)
-    finally:
-        for each in sequences:
-            each.close()
-
-
-def _read(cache: Cache, pool: Pool, extent: Extent, sequences: list[Sequence]) -> None:
-    entries = Entries((each, 0, pool.page_tokens) for each in sequences)
-    _wait([cache.read_async(layer, entries, *extent.rows(layer)) for layer in range(pool.shape[0])])
 
 
 __all__ = ["KvManagerHiCache"]

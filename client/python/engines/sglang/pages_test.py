@@ -44,8 +44,8 @@ else:
         for _name in ("nms", "qnms"):
             _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-import kvmanager.sglang as backend_module
 from kvmanager.page_codec import LOADED, MISSING, UNMAPPED, PageCodec
+from kvmanager.pool_pages import PoolPages
 from kvmanager.sglang import HiCacheStorageConfig, KvManagerHiCache
 
 LAYERS, HEADS, HEAD_DIM, PAGE, PAGES = 3, 2, 128, 64, 24
@@ -132,6 +132,10 @@ class Engine:
             if there:
                 self.pool[:, :, page].copy_(self.host[:, :, page])
         return done
+
+    def pages(self) -> PoolPages:
+        """Of the connection."""
+        return self.backend._call(lambda session: self.backend._of(session, "kv"), None)
 
     def __enter__(self) -> Engine:
         return self
@@ -268,7 +272,7 @@ class PagesTest(DaemonTestCase):
         """They are done between two pieces of it."""
         did: list[str] = []
         keys, known = keys_of(50, 8), keys_of(51, 2)
-        append, read, there = backend_module._append, backend_module._read, backend_module._there
+        append, read, there = PoolPages._append, PoolPages._read, PoolPages.there
         with Engine(self.daemon.listen, seed=52, staging_mib=2) as engine:  # a piece has one page
             self.assertEqual([True] * 2, engine.store(known, [20, 21]))
             found: list = []
@@ -299,8 +303,8 @@ class PagesTest(DaemonTestCase):
                 did.append("looked up" if options["prefetch"] else "looked for what is to be stored")
                 return there(*arguments, **options)
 
-            by_arena = mock.patch.object(KvManagerHiCache, "_codec", lambda *_: None)
-            with by_arena, mock.patch.multiple(backend_module, _append=store, _read=load, _there=look):
+            engine.pages().codec = None  # by the arena
+            with mock.patch.multiple(PoolPages, _append=store, _read=load, there=look):
                 self.assertEqual([True] * 8, engine.store(keys, list(range(8))))
             for thread in threads:
                 thread.join(DEADLINE_S)
@@ -319,11 +323,11 @@ class PagesTest(DaemonTestCase):
                     results = load_mapped(self, engine, keys[:8], was, [*keys[:4], keys[8], *keys[4:8]], [*now[:4], 16, *now[4:]])
                     self.assertEqual([LOADED] * 4 + [MISSING] + [LOADED] * 4, results)
                     if codec == "raw":  # nothing waits to be encoded
-                        self.assertNotIn(("kv", "loads"), engine.backend._call(lambda session: list(session.state), None))
+                        self.assertNotIn("loads", engine.pages()._stagings)
                     mapped = engine.pool[:, :, now].clone()
                     self.assertEqual(0, int(engine.pool[:, :, 16:].cpu().ne(engine.before[:, :, 16:]).sum()))
-                    with mock.patch.object(KvManagerHiCache, "_codec", lambda *_: None):
-                        self.assertEqual([True] * 8, engine.load(keys[:8], now))
+                    engine.pages().codec = None
+                    self.assertEqual([True] * 8, engine.load(keys[:8], now))
                     self.assert_pages(mapped, list(range(8)), engine.pool, now)
                     if codec == "raw":
                         self.assert_pages(engine.before, was, engine.pool, now)
@@ -352,7 +356,7 @@ class PagesTest(DaemonTestCase):
             self.assertEqual([True] * 4, engine.store(keys, was))
             self.assertEqual([True] * 4, engine.load(keys, now))
             self.assert_pages(engine.pool, was, engine.pool, now)
-            self.assertIsNone(engine.backend._call(lambda session: session.state["kv", "codec"], 0))
+            self.assertIsNone(engine.pages().codec)
 
     def test_the_daemon_dies_and_comes_back(self) -> None:
         keys, pages = keys_of(30, 4), [3, 4, 5, 6]
