@@ -32,8 +32,8 @@ class World:
         # The lock is held in wait(), which end() takes.
         self.ends._changed = types.SimpleNamespace(wait=self._wait, notify=lambda: None)
 
-    def load(self, name: str, seconds: float, missing: set[int] | None = None) -> None:
-        self.ends.begin()
+    def load(self, name: str, seconds: float, missing: set[int] | None = None, blocks: int = 1) -> None:
+        self.ends.begin(name, blocks)
         self._coming.append((self.now + seconds, name, missing))
         self._coming.sort(key=lambda each: each[0])
 
@@ -101,11 +101,34 @@ class LoadEndsTest(unittest.TestCase):
             self.assertLess(world.said["a"] - began, 0.005 + most_s + 0.0021)
             self.assertLess(world.said["b"] - began, 1.0021)
 
+    def test_nothing_waits_for_a_load_that_takes_longer(self) -> None:
+        """Of 100 blocks, where the one before had 8 in 5 ms."""
+        world = self.world()
+        began = world.now
+        world.load("a", 0.005, blocks=8)
+        world.load("b", 0.07, blocks=100)
+        world.load("c", 0.075, blocks=8)
+        world.idle()
+        self.assertLess(world.said["a"] - began, 0.005 + 0.0021)
+        self.assertEqual(world.said["b"], world.said["c"])
+
     def test_an_engine_that_computes_is_told_at_once(self) -> None:
         world = self.world()
         world.load("a", 0.005)
         world.load("b", 0.05)
         world.step(computes=True, seconds=0.01)
+        self.assertEqual(["a"], list(world.said))
+
+    def test_a_name_that_comes_again_before_its_load_has_ended(self) -> None:
+        """Of a request that was aborted."""
+        world = self.world()
+        world.load("a", 0.005)
+        world.load("a", 0.02)
+        for _ in range(8):
+            world.step()
+        self.assertEqual(["a"], list(world.said))
+        world.said.clear()
+        world.idle()
         self.assertEqual(["a"], list(world.said))
 
     def test_before_any_step_nothing_is_held(self) -> None:
@@ -125,7 +148,7 @@ class LoadEndsTest(unittest.TestCase):
                 for _ in range(source.choice((0, 0, 0, 1, 4))):
                     name, seconds = f"{number} {len(ends)}", source.choice((0.0, 0.003, 0.02, 0.2)) * source.random()
                     ends[name] = world.now + seconds
-                    world.load(name, seconds)
+                    world.load(name, seconds, blocks=source.randint(1, 100))
                 world.step(source.random() < 0.2, period_s * (1 + source.random()))
             world.idle(400)
             self.assertEqual(set(ends), set(world.said))

@@ -2,7 +2,7 @@
 
 A request whose load has ended is in the engine's next step, and a step takes about as long with some short rests of prompts as with
 one. So where the engine computes nothing, an end is said together with those of other loads that end within a step's time. Alone,
-each load would wait for the step of the one before.
+each load would wait for the step of the one before. Loads run one behind the other, so the next one's end follows from its blocks.
 """
 
 from __future__ import annotations
@@ -24,23 +24,29 @@ class LoadEnds:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._under_way = 0
+        self._under_way: dict[str, tuple[float, int]] = {}  # by request, in their order: when each began, its blocks
         self._ended: dict[str, set[int] | None] = {}  # requests that were not said; as end() has it
         self._first_s = math.inf  # when the first of them ended
+        self._last_s = -math.inf  # when any did
+        self._block_s = 0.0  # that a block of the load before took
         self._idle = False  # the step computes nothing
         self._computes_since: float | None = None  # when the step before began, if it computed
         self._periods_s: collections.deque[float] = collections.deque(maxlen=_STEPS)  # from such a step to the next
 
-    def begin(self) -> None:
+    def begin(self, request: str, blocks: int) -> None:
         with self._lock:
-            self._under_way += 1
+            self._under_way[request] = time.monotonic(), max(1, blocks)
 
     def end(self, request: str, missing: set[int] | None) -> None:
         """missing: block ids of group 0 that were not loaded; None: all was."""
         with self._lock:
-            self._under_way -= 1
+            now = time.monotonic()
+            began, blocks = self._under_way.pop(request, (now, 1))  # an earlier one of that name had none left
+            if missing is None:
+                self._block_s = (now - max(began, self._last_s)) / blocks
+            self._last_s = now
             if not self._ended:
-                self._first_s = time.monotonic()
+                self._first_s = now
             self._ended[request] = missing
             self._changed.notify()
 
@@ -73,7 +79,9 @@ class LoadEnds:
         """When what has ended is to be said, while others are under way."""
         if not self._ended:
             return math.inf
-        return self._first_s + min(_TOGETHER_S, min(self._periods_s, default=0.0))
+        until = self._first_s + min(_TOGETHER_S, min(self._periods_s, default=0.0))
+        began, blocks = next(iter(self._under_way.values()))
+        return until if max(began, self._last_s) + blocks * self._block_s <= until else self._first_s
 
 
 __all__ = ["LoadEnds"]

@@ -290,7 +290,7 @@ class WorkerHalf:
         after = self.copies.here() if plan.loads and self.copies is not None else Fence()
         for load in plan.loads:
             job = LoadJob(self, load, after)
-            self._load_ends.begin()
+            self._load_ends.begin(load.request, len(load.hashes) - load.first)
             if not self._submit(job, urgent=True):
                 job.fail(UnavailableError("the daemon is away"))
 
