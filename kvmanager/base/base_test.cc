@@ -57,6 +57,26 @@ TEST(IdsTest, Sha256OfAbc) {
   EXPECT_EQ(Sha256(abc).ToHex(), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
 }
 
+// Names are kept on disks: of tokens as little-endian words, whatever their number.
+TEST(IdsTest, TokensAreHashedAsLittleEndianWords) {
+  for (const size_t count : {1, 63, 64, 65, 128, 200, 256}) {
+    std::vector<uint32_t> tokens(count);
+    std::vector<uint8_t> bytes;
+    for (size_t i = 0; i < count; ++i) {
+      tokens[i] = static_cast<uint32_t>(i * 2654435761u);
+      for (const int shift : {0, 8, 16, 24}) bytes.push_back(static_cast<uint8_t>(tokens[i] >> shift));
+    }
+    EXPECT_EQ(DigestTokens(tokens), Sha256(bytes)) << count;
+    BlockKey parent;
+    CacheDigest cache;
+    parent.bytes[0] = 1;
+    cache.bytes[0] = 2;
+    bytes.insert(bytes.begin(), cache.bytes.begin(), cache.bytes.end());
+    bytes.insert(bytes.begin(), parent.bytes.begin(), parent.bytes.end());
+    EXPECT_EQ(ChainBlockKey(parent, cache, tokens), Sha256(bytes)) << count;
+  }
+}
+
 TEST(IdsTest, KeysChainOverParentCacheAndTokens) {
   std::vector<uint32_t> tokens(200);
   for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = uint32_t(i * 7);

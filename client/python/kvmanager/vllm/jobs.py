@@ -166,10 +166,11 @@ class StoreJob:
         cache = session.cache((store.tenant, half.facts.rank))
         filling: collections.deque[Stored] = collections.deque()
         writing: collections.deque[Writing] = collections.deque()
-        most = _DIRECT_WRITES if half.stores is not None and half.stores.direct else _WRITES
+        direct = half.stores is not None and half.stores.direct
+        most = _DIRECT_WRITES if direct else _WRITES
         try:
             # The GPU encodes some in its own memory meanwhile; the daemon does not copy of them what it has.
-            part = self._next_part() if half.stores is not None and half.stores.direct else None
+            part = self._next_part() if direct else None
             self._skip_present(cache)
             part = part or self._next_part()
             names = cache.external_names(store.hashes)  # the first copies are under way

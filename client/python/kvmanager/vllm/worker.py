@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..paged_blocks import PagedBlocks
 
 _EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon, or of one batch of copies
-_STORE_BYTES = 128 << 20  # the same of a store that is encoded on a GPU
+_STORE_BYTES = 128 << 20  # the same of a store that is encoded on a GPU, or that the daemon's copies from there
 _EXTENTS = 4  # of an arena, at least, where its size allows
 _DIRECT_RANGES = 7  # of an arena on the GPU: calls under way, and what is encoded meanwhile
 _DEVICES_MAX = 16  # of a daemon
@@ -128,7 +128,7 @@ class WorkerHalf:
                     continue
                 arena = session.client.create_arena(self._extents * self.extent_blocks * self.block_bytes)
                 if stores and self._encodes_apart(codec):
-                    turns, blocks = self._encode_turns()
+                    turns, blocks = self._store_turns()
                     made.append(Extents(arena, codec, self.geometry, blocks, device, stagings=turns))
                 else:
                     made.append(Extents(arena, codec, self.geometry, self.extent_blocks, device))
@@ -140,9 +140,9 @@ class WorkerHalf:
             self._give_back()
             raise
 
-    def _encode_turns(self) -> tuple[int, int]:
-        """Extents of a store that is encoded on a GPU, and their blocks. Two turns: blocks are encoded while others are copied out of
-        there. Windows take several at once."""
+    def _store_turns(self) -> tuple[int, int]:
+        """Extents of a store on a GPU, and their blocks. Two turns: blocks are encoded while others are copied out of there. Windows take
+        several at once."""
         turns = min(self._extents, 4 if self.facts.windowed else 2)
         blocks = self._extents * self.extent_blocks // turns
         return turns, max(1, min(blocks, _STORE_BYTES // self.block_bytes))
@@ -156,7 +156,7 @@ class WorkerHalf:
             device = self._daemons_device(session)
             if device is None:
                 return None
-            ranges, turns, blocks = _DIRECT_RANGES, *self._encode_turns()
+            ranges, turns, blocks = _DIRECT_RANGES, *self._store_turns()
             if codec.identity:  # as much memory, but few calls: each has engine's threads wait for Python's lock
                 ranges, turns = -(-_DIRECT_RANGES * self.extent_blocks // blocks), None
             nbytes = ranges * range_bytes(codec, self.geometry, blocks, raw=codec.identity)
