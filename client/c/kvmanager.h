@@ -10,9 +10,10 @@
  *  - An object (kvm_object) is a lease, or a call under way. kvm_close gives back what it holds; kvm_release frees it.
  *
  * Threads: an object belongs to the thread that connected its client. A call from another thread, or in a forked child,
- * is FAILED_PRECONDITION and changes nothing. kvm_release, kvm_wake and kvm_text may be called anywhere: an object that
- * another thread releases is given back when its owner next calls anything here (as many as there are objects may
- * wait); what a forked child releases stays its parent's. When the thread has ended, its leases end with the process.
+ * is FAILED_PRECONDITION and changes nothing. kvm_release, kvm_wake, kvm_stop_store and kvm_text may be called
+ * anywhere: an object that another thread releases is given back when its owner next calls anything here (as many as
+ * there are objects may wait); what a forked child releases stays its parent's. When the thread has ended, its leases
+ * end with the process.
  *
  * Tensors are addresses of dense arrays. What lies in an arena of the client, from a multiple of 64 of it on, is read
  * and written by the daemon in place; everything else is copied through the socket. Shapes: client/client.h, StepBatch.
@@ -28,7 +29,7 @@ extern "C" {
 #endif
 
 #define KVM_API __attribute__((visibility("default")))
-#define KVM_ABI 2 /* grows with every change that a caller built for an older one could not survive */
+#define KVM_ABI 3 /* grows with every change that a caller built for an older one could not survive */
 
 typedef struct kvm_object kvm_object;
 
@@ -236,31 +237,38 @@ typedef struct {
   const void* layer_table;
 } kvm_paged;
 KVM_API int kvm_set_paged(kvm_object* codec, const kvm_paged* paged);
-/* What a load uses. raw, stored: two stagings on the GPU with room for `blocks` blocks each, as raw pages and as stored
- * ones; the same where the codec has one form. Extents of so many blocks take them in turn: `extents` were begun by
- * calls before this one, 0: of another load. ids: [groups][count] of the engine's blocks, 0: not wanted; read when the
- * call returns. list, in pinned host memory, and list_device, on the GPU, both at multiples of 16: 8 * groups + 24 *
- * layers bytes for each of `count`; sums, [count][layers] in pinned host memory, out: what was copied has these
- * XXH3-64. These stay until `load` has passed. fetch, load: streams, of copies from host memory and of what comes
- * behind them. */
+/* What kvm_bring_blocks uses. raw, stored: two stagings on the GPU with room for `blocks` blocks each, as raw pages and
+ * as stored ones; the same where the codec has one form. lists, in pinned host memory, lists_device, on the GPU, and
+ * sums, in pinned host memory: of each of `calls` calls to the daemon, list_bytes and sums_bytes apart, for up to
+ * call_blocks blocks: a list takes 8 * groups + 24 * layers bytes for each of them, from a multiple of 16 on, sums 8 *
+ * layers. copied: a word in pinned host memory, nobody else's. fetch, load: streams, of copies from host memory and of
+ * what comes behind them. first_blocks: of the first call. */
 typedef struct {
   void* raw[2];
   void* stored[2];
-  uint32_t blocks, groups, extents, reserved;
-  const int64_t* ids;
-  void* list;
-  void* list_device;
-  uint64_t* sums;
+  uint32_t blocks, calls, call_blocks, first_blocks;
+  uint8_t* lists;
+  uint8_t* lists_device;
+  uint8_t* sums;
+  uint64_t list_bytes, sums_bytes;
+  uint64_t* copied;
   void* fetch;
   void* load;
-} kvm_load;
-/* Brings `count` of the mapped blocks, from `first` on, into the engine's caches. Only begun: they are there when
- * `load` has passed. After an error something may have been begun on either stream. */
-KVM_API int kvm_load_blocks(kvm_object* codec, kvm_object* mapped, uint32_t first, uint32_t count, const kvm_load* load,
-                            uint64_t* stored_bytes);
-/* Then: the first of these blocks whose sums are not its pages' checksums, of all that are mapped; or UINT32_MAX. */
-KVM_API int kvm_compare_blocks(kvm_object* mapped, uint32_t first, uint32_t count, const uint64_t* sums,
-                               uint32_t* corrupt);
+} kvm_bring_room;
+/* blocks: how many are in the engine's caches, from the first on. reason: why no more, as a match's; 0: all are, or the
+ * next may not be mapped. bytes: of all that was copied, as stored. */
+typedef struct {
+  uint32_t blocks, reason;
+  uint64_t bytes;
+} kvm_brought;
+/* Brings blocks, of which the first is block `first` of its sequence, out of the daemon's memory into the engine's
+ * caches, behind what `load` was given; returns when they are there. names: [blocks][64]; ids: [groups][blocks] of the
+ * engine's blocks, 0: not wanted. cache: of the same connection. What was copied is compared with its checksums by the
+ * GPU, and was held all the time. Text: empty, or {"unpinned"}: why copies are slow. Errors as of
+ * kvm_map_blocks_async; then blocks of the engine's hold anything. After an error nothing is under way. */
+KVM_API int kvm_bring_blocks(kvm_object* codec, kvm_object* cache, const kvm_bring_room* room, uint32_t first,
+                             const uint8_t* names, const int64_t* ids, uint32_t groups, uint32_t blocks,
+                             kvm_brought* brought);
 /* Brings blocks of the engine's caches, the first of which is block first_block of its sequence, to `host`, as
  * kvm_write_blocks_async wants them; only begun. host: NULL: they stay in `stored`, such as a device arena. raw,
  * stored: a staging as a load's, with room for `count` blocks. They are copied and encoded on `save`, and copied to
@@ -284,6 +292,56 @@ typedef struct {
   void* send;
 } kvm_save;
 KVM_API int kvm_save_blocks(kvm_object* codec, const kvm_save* save, uint64_t* stored_bytes);
+
+/* What a store uses. staging: [stagings]; of kvm_save's fields raw, stored (unused where direct), list, list_device,
+ * declined and sums, each with room for `blocks` blocks. range: [ranges] of an arena of the connection, range_bytes
+ * each. tied: staging and range of one number are the same memory. direct: the arena is on the GPU, and stored pages
+ * are made there. part: as kvm_save's. writes: calls to the daemon under way at once. first_blocks: of the first call
+ * and the last. encoded: a word in pinned host memory, nobody else's. */
+typedef struct {
+  void* raw;
+  void* stored;
+  void* list;
+  void* list_device;
+  uint32_t* declined;
+  uint64_t* sums;
+} kvm_store_staging;
+typedef struct {
+  const kvm_store_staging* staging;
+  void* const* range;
+  uint64_t range_bytes;
+  uint64_t* encoded;
+  void* save;
+  void* send;
+  uint32_t stagings, ranges, blocks, part, writes, first_blocks;
+  int32_t tied, direct;
+} kvm_store_room;
+/* Words that any thread may write while a store runs: not 0 where something urgent waits, and how many stores wait. */
+typedef struct {
+  uint32_t urgent, waiting;
+} kvm_store_signals;
+enum { KVM_STORE_DONE = 0, KVM_STORE_URGENT = 1, KVM_STORE_DECLINED = 2 };
+/* state: of the enumeration above; URGENT: to be run again; DECLINED: blocks from `next` on have a page that the codec
+ * cannot encode, and are the caller's to store. Of the store's blocks: found, that the daemon had before; written and
+ * present, of those that it was given; full, for which it had no room. nanoseconds: since the first were encoded. */
+typedef struct {
+  uint32_t state, next, found, written, present, full;
+  uint64_t written_bytes, nanoseconds;
+} kvm_stored;
+/* A store of `blocks` blocks of the engine's caches, of which the first is block `first` of its sequence, behind what
+ * `save` was given. names: [first + blocks][64]; ids: [groups][blocks], none 0. All is read when this returns, but for
+ * what `room` points to on the GPU and in pinned memory, which stays until no store is under way. read: out, a word
+ * that is 1 once nothing reads the engine's blocks any more, nor will; valid until the store is released. */
+KVM_API int kvm_create_store(kvm_object* codec, const kvm_store_room* room, uint32_t first, const uint8_t* names,
+                             const int64_t* ids, uint32_t groups, uint32_t blocks, kvm_object** store,
+                             const uint32_t** read);
+/* Runs it. codec, cache: the same each time, of the connection. Text: why the daemon had no room, or empty. Errors: the
+ * GPU's and the daemon's; then nothing is under way. stored is also written then. */
+KVM_API int kvm_run_store(kvm_object* store, kvm_object* codec, kvm_object* cache, const kvm_store_signals* signals,
+                          kvm_stored* stored);
+/* Any thread: no more is copied out of the engine's blocks, but for what `save` was given; it returns at once, or when
+ * that is said. What was begun is written when the store is run. */
+KVM_API int kvm_stop_store(kvm_object* store);
 
 /* Where K and V of blocks go in host memory, as rows of one token and head: of [blocks] each the address of layer 0,
  * token 0, head 0; strides in bytes. */

@@ -23,13 +23,6 @@ class DevicePinner final : public SlabPinner {
   const absl::StatusOr<std::unique_ptr<Device>> device_;
 };
 
-/// The session's, of the first GPU that was named; nullptr: none is named.
-std::shared_ptr<SlabPinner> PinnerFor(Session& session, int32_t device) {
-  if (device < 0) return nullptr;
-  if (session.pinner == nullptr) session.pinner = std::make_shared<DevicePinner>(device);
-  return session.pinner;
-}
-
 /// A release under way, which gives nothing but its status.
 struct PendingRelease final : PendingObject {
   PendingRelease(std::shared_ptr<Session> session, Pending<absl::Status> pending)
@@ -46,6 +39,13 @@ struct PendingRelease final : PendingObject {
 };
 
 }  // namespace
+
+std::shared_ptr<SlabPinner> PinnerFor(Session& session, int32_t device) {
+  if (device < 0) return nullptr;
+  if (session.pinner == nullptr) session.pinner = std::make_shared<DevicePinner>(device);
+  return session.pinner;
+}
+
 }  // namespace kvmanager::client::c
 
 using namespace kvmanager::client;     // NOLINT: the interface's functions are in no namespace

@@ -120,6 +120,8 @@ const char* NameOf(Kind kind) {
       return "hand-off";
     case Kind::kRun:
       return "in-process run";
+    case Kind::kStore:
+      return "store of blocks";
     case Kind::kMappedBlocks:
       return "lease of blocks";
     case Kind::kPageCodec:

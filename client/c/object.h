@@ -82,6 +82,7 @@ enum class Kind : uint8_t {
   kPending,
   kHandOff,
   kRun,
+  kStore,
   kMappedBlocks,
   kPageCodec,
   kSequence,
@@ -165,6 +166,9 @@ struct ClientObject final : Object<Kind::kClient, Client> {
     session->owner->LetGo();
   }
 };
+
+/// The session's, of the first GPU that was named; nullptr: none is named (device < 0).
+std::shared_ptr<SlabPinner> PinnerFor(Session& session, int32_t device);
 
 using SequenceObject = Object<Kind::kSequence, Sequence>;
 using HandOffObject = Object<Kind::kHandOff, HandOff>;

@@ -1,28 +1,18 @@
-// Whole blocks between the daemon's memory and an engine's paged caches, by the engine's GPU: all that is enqueued for
-// many blocks, in one call.
+#include "client/c/paged_blocks.h"
+
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/c/object.h"
-#include "client/c/page_codec.h"
 #include "kvmanager/memory/page_copy.h"
 #include "kvmanager/memory/page_hash.h"
 
 namespace kvmanager::client::c {
 namespace {
-
-absl::Status CheckPaged(const PageCodecObject& object) {
-  if (object.paged.layers == 0) return absl::FailedPreconditionError("kvm_set_paged was not called");
-  return UseDevice(object);
-}
-
-absl::Status CheckMapped(const MappedBlocks& mapped, uint32_t first, uint32_t count) {
-  if (count <= mapped.blocks && first <= mapped.blocks - count) return absl::OkStatus();
-  return InvalidField("blocks", absl::StrCat(count, " from ", first),
-                      absl::StrCat("of the ", mapped.blocks, " mapped"));
-}
 
 // What kernels read of a load or a save: items to decode or encode, and block ids. Written to host memory and copied to
 // the GPU at once, since small reads of host memory by kernels hold up the copies of pages.
@@ -64,12 +54,12 @@ class ItemList {
 // Some blocks of a load, in one of its stagings.
 class ExtentLoad {
  public:
-  ExtentLoad(const PageCodecObject& object, const MappedBlocks& mapped, const kvm_load& load, uint32_t first,
-             uint32_t count, uint32_t at, uint32_t staging, ItemList<DeviceDecodeItem>& list)
+  ExtentLoad(const PageCodecObject& object, const MappedBlocks& mapped, const PagedLoad& load, uint32_t count,
+             uint32_t at, uint32_t staging, ItemList<DeviceDecodeItem>& list)
       : object_(object), mapped_(mapped), load_(load), list_(list), at_(at), count_(count) {
     const uint32_t layers = object.paged.layers;
     first_item_ = list.count();
-    begin_ = size_t{first + at} * layers;
+    begin_ = size_t{at} * layers;
     pages_ = size_t{count} * layers;
     raw_ = static_cast<uint8_t*>(load.raw[staging]);
     stored_ = static_cast<uint8_t*>(load.stored[staging]);
@@ -89,11 +79,11 @@ class ExtentLoad {
   uint64_t bytes() const { return bytes_; }
   absl::Status Fetch() const {
     return CopyPages(object_, mapped_.pages.data() + begin_, sizes_.data(), static_cast<uint32_t>(pages_), stored_,
-                     StreamOf(load_.fetch))
+                     load_.fetch)
         .status();
   }
   absl::Status Unpack() const {
-    CUstream_st* const stream = StreamOf(load_.load);
+    CUstream_st* const stream = load_.load;
     KV_RETURN_IF_ERROR(EnqueuePageHashes(stored_pages_, load_.sums + size_t{at_} * object_.paged.layers, stream));
     if (!object_.codec->info().identity) KV_RETURN_IF_ERROR(Decode(stream));
     const PagedBlocks blocks{raw_, list_.device_ids() + at_, list_.ids_stride(), count_};
@@ -119,7 +109,7 @@ class ExtentLoad {
 
   const PageCodecObject& object_;
   const MappedBlocks& mapped_;
-  const kvm_load& load_;
+  const PagedLoad& load_;
   const ItemList<DeviceDecodeItem>& list_;
   const uint32_t at_, count_;
   size_t begin_, pages_;
@@ -177,9 +167,7 @@ class Saving {
   uint32_t layer(uint32_t page) const { return page % layers(); }
   uint64_t token(uint32_t page) const { return (uint64_t{save_.first_block} + page / layers()) * object_.paged.tokens; }
   bool identity() const { return object_.codec->info().identity; }
-  bool keeps_raw(uint32_t page) const {
-    return !identity() && object_.codec->info().keeps_raw(static_cast<int>(layer(page)), token(page));
-  }
+  bool keeps_raw(uint32_t page) const { return KeepsRaw(object_, save_.first_block + page / layers(), layer(page)); }
   bool encodes(uint32_t page) const { return !identity() && !keeps_raw(page); }
   uint8_t* raw_page(uint32_t page) const {
     return static_cast<uint8_t*>(save_.raw) + page * object_.codec->layout().raw_bytes();
@@ -225,6 +213,59 @@ class Saving {
 };
 
 }  // namespace
+
+absl::Status CheckPaged(const PageCodecObject& object) {
+  if (object.paged.layers == 0) return absl::FailedPreconditionError("kvm_set_paged was not called");
+  return UseDevice(object);
+}
+
+absl::StatusOr<uint64_t> EnqueueLoad(const PageCodecObject& object, const MappedBlocks& mapped, const PagedLoad& load) {
+  const Device& device = *object.device;
+  const uint32_t count = mapped.blocks;
+  ItemList<DeviceDecodeItem> list(load.list, load.list_device, load.ids, load.groups, count);
+  std::vector<ExtentLoad> extents;
+  extents.reserve((count + load.blocks - 1) / load.blocks);
+  for (uint32_t at = 0, staging = load.extents % 2; at < count; at += load.blocks, staging ^= 1) {
+    extents.emplace_back(object, mapped, load, std::min(load.blocks, count - at), at, staging, list);
+  }
+  uint64_t bytes = 0;
+  // What was loaded before may still be read from the stagings.
+  if (load.extents == 0) KV_RETURN_IF_ERROR(device.Follow(load.fetch, load.load));
+  for (size_t i = 0; i < extents.size(); ++i) {
+    KV_RETURN_IF_ERROR(extents[i].Fetch());
+    if (i == 0) KV_RETURN_IF_ERROR(list.Send(device, load.fetch));
+    // The next but one is fetched into this staging, behind what now follows of the one before.
+    if (load.extents + i > 0) KV_RETURN_IF_ERROR(device.Follow(load.fetch, load.load));
+    KV_RETURN_IF_ERROR(device.Follow(load.load, load.fetch));
+    KV_RETURN_IF_ERROR(extents[i].Unpack());
+    bytes += extents[i].bytes();
+  }
+  return bytes;
+}
+
+absl::StatusOr<bool> StreamCount::Pass(const Device& device, CUstream_st* stream) {
+  if (Read() > passed_) {
+    ++passed_;
+    return true;
+  }
+  if (++asked_ % kAskEvery == 0) KV_RETURN_IF_ERROR(device.IsIdle(stream).status());
+  return false;
+}
+
+void RestOnStream() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+
+void Drain(const Device& device, std::initializer_list<CUstream_st*> streams) {
+  for (CUstream_st* const stream : streams) {
+    for (auto idle = device.IsIdle(stream); idle.ok() && !*idle; idle = device.IsIdle(stream)) RestOnStream();
+  }
+}
+
+absl::StatusOr<uint64_t> EnqueueSave(const PageCodecObject& object, const kvm_save& save) {
+  Saving saving(object, save);
+  KV_RETURN_IF_ERROR(saving.Begin());
+  return saving.bytes();
+}
+
 }  // namespace kvmanager::client::c
 
 using namespace kvmanager;             // NOLINT: the interface's functions are in no namespace
@@ -260,60 +301,12 @@ int kvm_set_paged(kvm_object* codec, const kvm_paged* paged) {
   });
 }
 
-int kvm_load_blocks(kvm_object* codec, kvm_object* mapped, uint32_t first, uint32_t count, const kvm_load* load,
-                    uint64_t* stored_bytes) {
-  *stored_bytes = 0;
-  return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
-    KV_ASSIGN_OR_RETURN(const MappedBlocksObject* blocks, Use<MappedBlocksObject>(mapped));
-    KV_RETURN_IF_ERROR(CheckPaged(object));
-    KV_RETURN_IF_ERROR(CheckMapped(blocks->blocks, first, count));
-    if (load->blocks == 0) return InvalidField("load.blocks", 0, "at least 1");
-    const Device& device = *object.device;
-    ItemList<DeviceDecodeItem> list(load->list, load->list_device, load->ids, load->groups, count);
-    std::vector<ExtentLoad> extents;
-    extents.reserve((count + load->blocks - 1) / load->blocks);
-    for (uint32_t at = 0, staging = load->extents % 2; at < count; at += load->blocks, staging ^= 1) {
-      extents.emplace_back(object, blocks->blocks, *load, first, std::min(load->blocks, count - at), at, staging, list);
-    }
-    // What was loaded before may still be read from the stagings.
-    if (load->extents == 0) KV_RETURN_IF_ERROR(device.Follow(StreamOf(load->fetch), StreamOf(load->load)));
-    for (size_t i = 0; i < extents.size(); ++i) {
-      KV_RETURN_IF_ERROR(extents[i].Fetch());
-      if (i == 0) KV_RETURN_IF_ERROR(list.Send(device, StreamOf(load->fetch)));
-      // The next but one is fetched into this staging, behind what now follows of the one before.
-      if (load->extents + i > 0) KV_RETURN_IF_ERROR(device.Follow(StreamOf(load->fetch), StreamOf(load->load)));
-      KV_RETURN_IF_ERROR(device.Follow(StreamOf(load->load), StreamOf(load->fetch)));
-      KV_RETURN_IF_ERROR(extents[i].Unpack());
-      *stored_bytes += extents[i].bytes();
-    }
-    return absl::OkStatus();
-  });
-}
-
-int kvm_compare_blocks(kvm_object* mapped, uint32_t first, uint32_t count, const uint64_t* sums, uint32_t* corrupt) {
-  *corrupt = UINT32_MAX;
-  return Guard([&]() -> absl::Status {
-    KV_ASSIGN_OR_RETURN(const MappedBlocksObject* object, Use<MappedBlocksObject>(mapped));
-    const MappedBlocks& blocks = object->blocks;
-    KV_RETURN_IF_ERROR(CheckMapped(blocks, first, count));
-    const size_t layers = blocks.blocks == 0 ? 1 : blocks.pages.size() / blocks.blocks;
-    for (size_t i = 0; i < count * layers; ++i) {
-      if (sums[i] == blocks.checksums[first * layers + i]) continue;
-      *corrupt = first + static_cast<uint32_t>(i / layers);
-      break;
-    }
-    return absl::OkStatus();
-  });
-}
-
 int kvm_save_blocks(kvm_object* codec, const kvm_save* save, uint64_t* stored_bytes) {
   *stored_bytes = 0;
   return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
     KV_RETURN_IF_ERROR(CheckPaged(object));
     if (save->part == 0) return InvalidField("save.part", 0, "at least 1");
-    Saving saving(object, *save);
-    KV_RETURN_IF_ERROR(saving.Begin());
-    *stored_bytes = saving.bytes();
+    KV_ASSIGN_OR_RETURN(*stored_bytes, EnqueueSave(object, *save));
     return absl::OkStatus();
   });
 }

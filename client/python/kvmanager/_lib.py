@@ -13,7 +13,7 @@ from .errors import from_text
 if TYPE_CHECKING:
     from typing import Self
 
-_ABI = 2
+_ABI = 3
 _FILE = "libkvmanager_client.so"
 
 
@@ -58,13 +58,19 @@ class PagedCaches(ctypes.Structure):
     ]
 
 
-class PagedLoad(ctypes.Structure):
+class BringRoom(ctypes.Structure):
     _fields_ = [
         ("raw", c_void_p * 2),
         ("stored", c_void_p * 2),
-        *((name, c_uint32) for name in ("blocks", "groups", "extents", "reserved")),
-        *((name, c_void_p) for name in ("ids", "list", "list_device", "sums", "fetch", "load")),
+        *((name, c_uint32) for name in ("blocks", "calls", "call_blocks", "first_blocks")),
+        *((name, c_void_p) for name in ("lists", "lists_device", "sums")),
+        *((name, c_uint64) for name in ("list_bytes", "sums_bytes")),
+        *((name, c_void_p) for name in ("copied", "fetch", "load")),
     ]
+
+
+class Brought(ctypes.Structure):
+    _fields_ = [("blocks", c_uint32), ("reason", c_uint32), ("nbytes", c_uint64)]
 
 
 class PagedSave(ctypes.Structure):
@@ -72,6 +78,34 @@ class PagedSave(ctypes.Structure):
         *((name, c_void_p) for name in ("raw", "stored", "host", "ids", "list", "list_device", "declined", "sums")),
         *((name, c_uint32) for name in ("first_block", "count", "groups", "part")),
         *((name, c_void_p) for name in ("save", "send")),
+    ]
+
+
+class StoreStaging(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in ("raw", "stored", "list", "list_device", "declined", "sums")]
+
+
+class StoreRoom(ctypes.Structure):
+    _fields_ = [
+        ("staging", c_void_p),
+        ("range", c_void_p),
+        ("range_bytes", c_uint64),
+        *((name, c_void_p) for name in ("encoded", "save", "send")),
+        *((name, c_uint32) for name in ("stagings", "ranges", "blocks", "part", "writes", "first_blocks")),
+        *((name, c_int32) for name in ("tied", "direct")),
+    ]
+
+
+class StoreSignals(ctypes.Structure):
+    """For a store that runs, by any thread: how much that is urgent waits, and how many stores do."""
+
+    _fields_ = [("urgent", c_uint32), ("waiting", c_uint32)]
+
+
+class Stored(ctypes.Structure):
+    _fields_ = [
+        *((name, c_uint32) for name in ("state", "next", "found", "written", "present", "full")),
+        *((name, c_uint64) for name in ("written_bytes", "nanoseconds")),
     ]
 
 
@@ -130,10 +164,16 @@ _CALLS = {
     "kvm_copy_pages": [c_void_p, c_void_p, c_void_p, c_uint32, c_void_p, c_void_p, POINTER(c_uint64)],
     "kvm_hash_pages": [c_void_p, c_void_p, c_void_p, c_uint32, c_void_p, c_void_p],
     "kvm_set_paged": [c_void_p, POINTER(PagedCaches)],
-    "kvm_load_blocks": [c_void_p, c_void_p, c_uint32, c_uint32, POINTER(PagedLoad), POINTER(c_uint64)],
-    "kvm_compare_blocks": [c_void_p, c_uint32, c_uint32, c_void_p, POINTER(c_uint32)],
+    "kvm_bring_blocks": [
+        c_void_p, c_void_p, POINTER(BringRoom), c_uint32, c_char_p, c_void_p, c_uint32, c_uint32, POINTER(Brought)
+    ],
     "kvm_load_rows": [c_void_p, c_void_p, POINTER(Rows), c_char_p, c_uint32, c_uint32, c_void_p],
     "kvm_save_blocks": [c_void_p, POINTER(PagedSave), POINTER(c_uint64)],
+    "kvm_create_store": [
+        c_void_p, POINTER(StoreRoom), c_uint32, c_char_p, c_void_p, c_uint32, c_uint32, _OBJECT, POINTER(POINTER(c_uint32))
+    ],
+    "kvm_run_store": [c_void_p, c_void_p, c_void_p, POINTER(StoreSignals), POINTER(Stored)],
+    "kvm_stop_store": [c_void_p],
     "kvm_ready": [c_void_p, POINTER(c_int)],
     "kvm_wait": [c_void_p, c_void_p, _OBJECT],
     "kvm_output_factors": [c_void_p, c_int32, c_void_p, c_uint64, POINTER(c_int)],

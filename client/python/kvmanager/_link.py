@@ -20,6 +20,7 @@ import threading
 import time
 from typing import Callable, Protocol
 
+from ._lib import StoreSignals
 from .cache import Cache
 from .client import Client, connect
 from .errors import (
@@ -161,6 +162,7 @@ class Link:
         self._changed = threading.Condition()
         self._urgent: collections.deque[Job] = collections.deque()
         self._jobs: collections.deque[Job] = collections.deque()
+        self.signals = StoreSignals()  # how many they are, for a job that the client's library runs
         self._attached = False
         self._tried = False  # to attach, once
         self._closed = False
@@ -198,8 +200,13 @@ class Link:
             if not self._attached or self._closed or len(self._urgent) + len(self._jobs) >= JOBS_MAX:
                 return False
             (self._urgent if urgent else self._jobs).append(job)
+            self._signal()
             self._changed.notify_all()
         return True
+
+    def _signal(self) -> None:
+        """With `_changed` held."""
+        self.signals.urgent, self.signals.waiting = len(self._urgent), len(self._jobs)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Jobs that wait fail; the one that runs is waited for."""
@@ -278,7 +285,7 @@ class Link:
                 )
                 if self._closed:
                     return UnavailableError("the engine closed its link")
-                job = (self._urgent or self._jobs).popleft() if self._urgent or self._jobs else None
+                job = self._take(self._urgent or self._jobs)
                 self._busy |= job is not None
             if job is not None:
                 error = self._run_job(job, session)
@@ -292,6 +299,12 @@ class Link:
                 except Error as error:
                     return error
                 heard = time.monotonic()
+
+    def _take(self, jobs: collections.deque[Job]) -> Job | None:
+        """With `_changed` held."""
+        job = jobs.popleft() if jobs else None
+        self._signal()
+        return job
 
     @staticmethod
     def _run_job(job: Job, session: Session) -> Error | None:
@@ -312,7 +325,7 @@ class Link:
         """Runs urgent jobs that wait. For a long job, on the link's thread; raises what ends the connection."""
         while True:
             with self._changed:
-                job = self._urgent.popleft() if self._urgent else None
+                job = self._take(self._urgent)
             if job is None:
                 return
             error = self._run_job(job, session)
@@ -324,6 +337,7 @@ class Link:
             jobs = list(self._urgent) + list(self._jobs)
             self._urgent.clear()
             self._jobs.clear()
+            self._signal()
             self._busy = False
             self._changed.notify_all()
         for job in jobs:

@@ -177,7 +177,7 @@ class Cache(Handle):
         check(lib.kvm_create_sequences(self._object, names, blocks, prompts, count, created))
         errors = _lib.result() if any(each.code for each in created) else [None] * count
         sequences: list[Sequence | Error] = [
-            Sequence(self, each.sequence, each.id, each.match.hit_blocks, _reason(each.match.reason))
+            Sequence(self, each.sequence, each.id, each.match.hit_blocks, miss_reason(each.match.reason))
             if error is None
             else from_fields(error)
             for each, error in zip(created, errors)
@@ -330,7 +330,7 @@ class Cache(Handle):
 
         def finish(values: Any, made: Any) -> BlocksRead:
             raw = bytes(digit == "1" for digit in _lib.result()["raw"])
-            return BlocksRead(values[0], _reason(values[1]), values[2], raw)
+            return BlocksRead(values[0], miss_reason(values[1]), values[2], raw)
 
         return Pending(pending.value, finish, (pages, self))
 
@@ -351,10 +351,9 @@ class Cache(Handle):
 
         def finish(values: Any, made: Any) -> BlocksMapped:
             said = _lib.text()
-            mapped = BlocksMapped((pages, self), made, values[0], _reason(values[1]), values[2])
+            mapped = BlocksMapped((pages, self), made, values[0], miss_reason(values[1]), values[2])
             if said:
-                why = json.loads(said)["unpinned"]
-                warnings.warn(f"the daemon's memory could not be pinned for the GPU, copies are slower: {why}", RuntimeWarning)
+                warn_unpinned(said)
             return mapped
 
         return Pending(pending.value, finish, (pages, self))
@@ -600,7 +599,13 @@ class Claimed(NamedTuple):
     blob: bytes
 
 
-def _reason(number: int) -> str:
+def warn_unpinned(said: bytes) -> None:
+    """What a call that maps blocks left as text."""
+    why = json.loads(said)["unpinned"]
+    warnings.warn(f"the daemon's memory could not be pinned for the GPU, copies are slower: {why}", RuntimeWarning)
+
+
+def miss_reason(number: int) -> str:
     return MISS_REASONS[number] if 0 <= number < len(MISS_REASONS) else "not_found"
 
 
@@ -637,7 +642,7 @@ def _retained(call: Any, *of: Any, names: BlockNames, priority: int, ttl_ms: int
 
 
 def _match(result: _lib.MatchResult) -> PrefixMatch:
-    return PrefixMatch(result.hit_blocks, _reason(result.reason), result.in_memory)
+    return PrefixMatch(result.hit_blocks, miss_reason(result.reason), result.in_memory)
 
 
 def _prefetched(call: Any, *of: Any, names: BlockNames) -> PrefixMatch:

@@ -9,12 +9,12 @@ A raw page is [K, V][kv_heads][page_tokens][head_dim] of the cache's dtype. Addr
 from __future__ import annotations
 
 import array
-from ctypes import c_uint32, byref, c_uint64, c_void_p, create_string_buffer
+from ctypes import byref, c_uint64, c_void_p, create_string_buffer
 from typing import Any, Sequence
 
 from . import _lib
-from ._lib import Handle, PagedCaches, PagedLoad, PagedSave, Rows, check, lib
-from .cache import BlocksMapped, Cache
+from ._lib import BringRoom, Brought, Handle, PagedCaches, PagedSave, Rows, check, lib
+from .cache import Cache, warn_unpinned
 from .errors import encoded, integer, invalid
 from .names import BlockNames
 
@@ -106,17 +106,16 @@ class PageCodec(Handle):
         """FailedPreconditionError: of the CPU. InvalidArgumentError: of other pages than the cache's."""
         check(lib.kvm_set_paged(self._object, byref(caches)))
 
-    def load_blocks(self, mapped: BlocksMapped, first: int, count: int, load: PagedLoad) -> int:
-        """Only begun; returns the bytes that are copied."""
-        nbytes = c_uint64()
-        check(lib.kvm_load_blocks(self._object, mapped._object, first, count, byref(load), byref(nbytes)))
-        return nbytes.value
-
-    def corrupt_block(self, mapped: BlocksMapped, first: int, count: int, sums: int) -> int | None:
-        """The first of the blocks whose sums, [count][layers] at that address, are not the checksums of its pages."""
-        corrupt = c_uint32()
-        check(lib.kvm_compare_blocks(mapped._object, first, count, sums, byref(corrupt)))
-        return None if corrupt.value == 2**32 - 1 else corrupt.value
+    def bring_blocks(
+        self, room: BringRoom, first: int, names: BlockNames, ids: array.array[int], groups: int
+    ) -> tuple[int, int, int]:
+        """Blocks that were brought, why no more by its number, bytes that were copied. Waits for the daemon and the GPU."""
+        brought, address = Brought(), ids.buffer_info()[0]
+        call = lib.kvm_bring_blocks
+        check(call(self._object, self.cache._object, byref(room), first, names.data, address, groups, len(names), byref(brought)))
+        if said := _lib.text():
+            warn_unpinned(said)
+        return brought.blocks, brought.reason, brought.nbytes
 
     def save_blocks(self, save: PagedSave) -> int:
         """Only begun; returns the bytes of the range that they take."""

@@ -368,10 +368,9 @@ class Extents:
             self._pinned = int(failed) == 0
             if not self._pinned:
                 warnings.warn("staging could not be pinned: copies between GPU and host will wait for one another")
-        ranges = [Range(self, place) for place in range(count)]
-        self._all_ranges = ranges
-        self._all = [Extent(self, staging, ranges[staging]) for staging in range(self.stagings)]
-        self._free = list(self._all)
+        self.ranges = ranges = [Range(self, place) for place in range(count)]
+        self.extents = [Extent(self, staging, ranges[staging]) for staging in range(self.stagings)]
+        self._free = list(self.extents)
         # Those that no extent has. What is given back last is taken first: caches may still have it.
         self._ranges: list[Range] | None = None
         if stagings is not None:
@@ -382,6 +381,17 @@ class Extents:
     @property
     def pinned(self) -> bool:
         return self._pinned
+
+    @property
+    def tied(self) -> bool:
+        """Each extent has a range of its own."""
+        return self._ranges is None
+
+    @property
+    def idle(self) -> bool:
+        """Nobody has an extent or a range."""
+        with self._lock:
+            return len(self._free) == len(self.extents) and (self._ranges is None or len(self._ranges) == len(self.ranges))
 
     def take(self) -> Extent | None:
         with self._lock:
@@ -441,9 +451,9 @@ class Extents:
         """Before the arena goes. No extent is in use by a GPU."""
         if self.direct:  # its memory, and the connection, stay as long as there are tensors of it
             nothing = torch.empty(0, dtype=torch.uint8)
-            for room in self._all_ranges:
+            for room in self.ranges:
                 room.host = nothing
-            for extent in self._all:
+            for extent in self.extents:
                 extent.encoded_pages = extent.raw = extent._raw_bytes = extent._encoded = nothing
                 extent._planned.clear()
         if self._pinned:

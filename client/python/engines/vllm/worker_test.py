@@ -10,12 +10,14 @@ import unittest.mock
 import kvmanager
 import torch
 from kvmanager_testing import Daemon
-from rank import DEVICE, HEAD_DIM, HEADS, LAYERS, LAYOUTS, Rank, StepPlan, hashes_of, random_rows
+from rank import DEVICE, HEAD_DIM, HEADS, LAYERS, LAYOUTS, STREAM, Rank, StepPlan, hashes_of, random_rows
 from worker_case import DEADLINE_S, DIRECT_FLAGS, Gate, WorkerTestCase
 from worker_case import say_where as setUpModule  # noqa: F401
 
 import kvmanager.vllm.jobs
 import kvmanager.vllm.worker
+from kvmanager._lib import StoreSignals
+from kvmanager.paged_blocks import PagedStore
 from kvmanager.vllm.retention import Retention, retention_of
 
 
@@ -56,16 +58,25 @@ class WorkerTest(WorkerTestCase):
         """Preemption: their next owner's step is behind the copies that were begun."""
         rank = self.rank()
         rows, hashes, ids = random_rows(3, 8, 16), hashes_of(3, 8), list(range(10, 18))
-        paged, begun = rank.half.paged, threading.Event()
-        saver, method = (paged, "save") if paged is not None else (rank.half.copies, "save_blocks")
-        save = getattr(saver, method)
+        copier = type(rank.half.copies)
+        begun, save, run = threading.Event(), copier.save_blocks, PagedStore.run
 
-        def told(*arguments):
-            fences = save(*arguments)
+        def told(copies, *arguments):
+            fences = save(copies, *arguments)
             begun.set()
             return fences
 
-        setattr(saver, method, told)
+        def whole(store, cache, signals):
+            if begun.is_set():
+                return run(store, cache, signals)
+            state = run(store, cache, StoreSignals(urgent=1))  # it returns when the first are begun
+            begun.set()
+            return state
+
+        for of, method, instead in ((copier, "save_blocks", told), (PagedStore, "run", whole)):
+            patched = unittest.mock.patch.object(of, method, instead)
+            patched.start()
+            self.addCleanup(patched.stop)
         taken = rank.indices(ids)
         with unittest.mock.patch.object(kvmanager.vllm.jobs, "_FIRST_BLOCKS", 8):  # all at once
             rank.store("a", hashes, ids, rows)
@@ -89,6 +100,21 @@ class WorkerTest(WorkerTestCase):
         self.assertEqual(1, rank.stats["stores_dropped"])
         self.assertEqual(8 * 16, rank.stats["unstored_preempted_tokens"])
 
+    def test_what_is_urgent_does_not_wait_for_the_step_whose_blocks_are_stored(self) -> None:
+        if DEVICE.type != "cuda":
+            self.skipTest("a store on a CPU begins when its blocks are there")
+        rank = self.rank()
+        rows, hashes, ids = random_rows(30, 8, 16), hashes_of(30, 8), list(range(10, 18))
+        rank.store("a", hashes, ids, rows)
+        computed = STREAM.here()
+        gate = Gate(rank)
+        self.assertFalse(computed())
+        gate.open()
+        rank.settle()
+        self.assertEqual(8, self.published())
+        self.assertEqual(set(), rank.load("b", hashes, (list(range(20, 28)),)))
+        self.assert_bytes(rank, list(range(20, 28)), rows)
+
     def test_what_the_daemon_has_is_not_copied_again(self) -> None:
         rank = self.rank()
         rows, hashes, ids = random_rows(16, 8, 16), hashes_of(16, 8), list(range(10, 18))
@@ -100,6 +126,7 @@ class WorkerTest(WorkerTestCase):
         rank.store("b", hashes, ids, rows)
         rank.settle()
         self.assertEqual([], copied)
+        self.assertEqual(8 * 16, rank.stats["stored_tokens"])
         self.assertEqual(8 * 16, rank.stats["stores_present"])
         self.assertEqual(8, self.published())
 

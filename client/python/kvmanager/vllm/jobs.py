@@ -25,6 +25,7 @@ from ..errors import (
     UnimplementedError,
 )
 from ..paged import Fence
+from ..paged_blocks import DECLINED, URGENT, PagedStore
 from ..pending import Pending
 from ..stored import Extent, Range
 from .mapped_load import MappedLoad
@@ -81,6 +82,7 @@ class StoreJob:
         self._size = _FIRST_BLOCKS  # of what is copied next, at most; on a GPU
         self._began = 0.0  # of the transfer
         self._computed = not half.copies.cuda  # what is stored; on a GPU the job runs before
+        self._whole: PagedStore | None = None  # the client's library runs it
 
     def begin(self, at_once: bool = False) -> bool:
         """Begins the copies of the next blocks; whether there were some, and room for them. at_once: encodes them, too, on the link's
@@ -143,12 +145,18 @@ class StoreJob:
         with self._lock:
             if self._next < self._count:
                 self._spoilt = self._spoilt or "its blocks were taken away"
+            if self._whole is not None:
+                self._whole.stop()
+                self._half.copies.saved().hold()
             for part in self._begun:
                 for fence in part.fences:
                     fence.hold()
 
     def read(self) -> bool:
         """Whether nothing reads the engine's blocks any more, nor will. Never waits: while copies are being begun, no."""
+        whole = self._whole
+        if whole is not None:
+            return whole.read
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -164,6 +172,72 @@ class StoreJob:
         half, store = self._half, self.store
         self._began = time.monotonic()
         cache = session.cache((store.tenant, half.facts.rank))
+        if not self._run_whole(session, cache):
+            self._run_by_parts(session, cache)
+        with self._lock:
+            failed, left = list(self._begun), self._count - self._next
+            self._begun.clear()
+            if left:
+                self._spoilt = self._spoilt or "no staging is free: raise staging_mib"
+        for part in failed:
+            for fence in part.fences:
+                fence.wait()
+            part.extent.close()
+        if self._spoilt:
+            half.log(f"blocks of request {store.request} were not all stored", self._spoilt)
+            self._unstored("preempted" if "taken" in self._spoilt else "failed", left)
+            half.count("stores_dropped")
+        half.observe("store_seconds", time.monotonic() - self._began)
+
+    def _run_whole(self, session: Session, cache: Cache) -> bool:
+        """By the client's library, without Python's lock. False: blocks from `_next` on are to be stored by parts."""
+        half, store = self._half, self.store
+        extents = half.stores
+        if half.paged is None or half.facts.windowed or extents is None or not extents.idle or not all(map(all, store.block_ids)):
+            return False
+        names, writes = cache.external_names(store.hashes), _DIRECT_WRITES if extents.direct else _WRITES
+        with self._lock:
+            if self._spoilt:
+                return True
+            half.copies.hold_saves(self.after)
+            whole = self._whole = half.paged.store(names, store.first, store.block_ids, writes, _FIRST_BLOCKS)
+        try:
+            while (state := whole.run(cache, half.link.signals)) == URGENT:
+                half.link.run_urgent(session)
+        except Exception as error:  # also of an urgent job, which ends the connection
+            whole.stop()
+            half.copies.saved().wait()
+            half.copies.sent().wait()
+            whole.close()
+            self._count_whole(whole, lost=True)
+            self._end(collections.deque(), error)
+            raise
+        self._count_whole(whole)
+        return state != DECLINED
+
+    def _count_whole(self, whole: PagedStore, lost: bool = False) -> None:
+        """lost: of blocks that were begun, those that are not known to be stored are to be counted as such."""
+        half, of = self._half, whole.result
+        half.count("stored_tokens", of.written * half.facts.block_tokens)
+        half.count("stores_present", (of.found + of.present) * half.facts.block_tokens)
+        half.count("stored_bytes", of.written * half.block_bytes)
+        half.count("stored_encoded_bytes", of.written_bytes)
+        if of.full:
+            self._no_room(of.full, whole.full)
+        self._began = time.monotonic() - of.nanoseconds * 1e-9
+        with self._lock:
+            self._next = of.found + of.written + of.present + of.full if lost else of.next
+            if self._next == self._count:
+                self._spoilt = ""
+            self._whole = None
+
+    def _no_room(self, blocks: int, why: object) -> None:
+        self._unstored("full", blocks)
+        self._half.count("stores_dropped")
+        self._half.log("the daemon has no room: raise its --host-pool-bytes, or what --tenants allows", why)
+
+    def _run_by_parts(self, session: Session, cache: Cache) -> None:
+        half = self._half
         filling: collections.deque[Stored] = collections.deque()
         writing: collections.deque[Writing] = collections.deque()
         direct = half.stores is not None and half.stores.direct
@@ -173,7 +247,7 @@ class StoreJob:
             part = self._next_part() if direct else None
             self._skip_present(cache)
             part = part or self._next_part()
-            names = cache.external_names(store.hashes)  # the first copies are under way
+            names = cache.external_names(self.store.hashes)  # the first copies are under way
             while True:
                 if part is not None:
                     if not part.encodes:
@@ -193,20 +267,6 @@ class StoreJob:
         except Exception as error:  # a GPU's, too: ranges that the daemon reads are closed behind that
             self._end(writing, error)
             raise
-        with self._lock:
-            failed, left = list(self._begun), self._count - self._next
-            self._begun.clear()
-            if left:
-                self._spoilt = self._spoilt or "no staging is free: raise staging_mib"
-        for part in failed:
-            for fence in part.fences:
-                fence.wait()
-            part.extent.close()
-        if self._spoilt:
-            half.log(f"blocks of request {store.request} were not all stored", self._spoilt)
-            self._unstored("preempted" if "taken" in self._spoilt else "failed", left)
-            half.count("stores_dropped")
-        half.observe("store_seconds", time.monotonic() - self._began)
 
     def _skip_present(self, cache: Cache) -> None:
         """Leaves out what the daemon has."""
@@ -260,9 +320,7 @@ class StoreJob:
         try:
             written = writing.call.wait()
         except ResourceExhaustedError as error:
-            self._unstored("full", count)
-            half.count("stores_dropped")
-            half.log("the daemon has no room: raise its --host-pool-bytes, or what --tenants allows", error)
+            self._no_room(count, error)
         except Error:
             self._unstored("failed", count)
             raise

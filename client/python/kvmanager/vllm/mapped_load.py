@@ -3,9 +3,10 @@
     daemon's memory --copy--> extent, in stored form --decode--> raw pages --copy--> paged cache
                     fetch_stream               load_stream
 
-Blocks are mapped some at a time: while the GPU copies some, the daemon is asked for the next. On a GPU extents take turns, so that
-the bus is busy while kernels decode. What was copied is compared with the pages' checksums, and the lease on them is released at the
-end: only then were they held all the time. Blocks that may not be mapped are copied by the daemon into an extent's range.
+Blocks are mapped some at a time: while the GPU copies some, the daemon is asked for the next. On a GPU the client's library does all of
+that in one call (client/block_load.h), and extents take turns, so that the bus is busy while kernels decode. What was copied is
+compared with the pages' checksums, and the lease on them is released at the end: only then were they held all the time. Blocks that
+may not be mapped are copied by the daemon into an extent's range.
 """
 
 from __future__ import annotations
@@ -28,42 +29,13 @@ _ASKED = 2  # calls that are ahead of what is copied
 _FIRST_BLOCKS = 16  # so that the first copies begin soon
 
 
-class AtOnce:
-    """Mapped blocks come by one call of the client's library each; on a GPU."""
-
-    def __init__(self, half: WorkerHalf, after: Fence, stagings: list[Extent]) -> None:
-        self._half, self._stagings = half, stagings
-        self._extents = self._calls = 0
-        import torch
-
-        with torch.cuda.stream(half.copies.load_stream):
-            after.hold()
-
-    def begin(self, mapped: BlocksMapped, ids: list[list[int]]) -> tuple[Fence, int]:
-        """Only begun. Behind what, and the call's number for corrupt()."""
-        half, call = self._half, self._calls % CALLS
-        self._calls += 1
-        half.count("loaded_encoded_bytes", half.paged.load(mapped, ids, self._stagings, self._extents, call))
-        self._extents += -(-mapped.blocks // self._stagings[0].blocks)
-        return half.copies.loaded(), call
-
-    def corrupt(self, mapped: BlocksMapped, call: int) -> int | None:
-        """Behind that: the first block that is not what was stored."""
-        return self._half.paged.corrupt(mapped, call)
-
-    def close(self) -> None:
-        """Nothing that was begun is under way."""
-        for extent in self._stagings:
-            extent.close()
-
-
 class ByExtents:
-    """Mapped blocks come extent by extent: on a CPU, and for caches that AtOnce does not know."""
+    """Mapped blocks come extent by extent: on a CPU, and for caches that paged_blocks.py does not know."""
 
     def __init__(self, half: WorkerHalf, after: Fence) -> None:
         self._half, self._after = half, after
 
-    def begin(self, mapped: BlocksMapped, ids: list[list[int]]) -> tuple[Fence, int | None]:
+    def bring(self, mapped: BlocksMapped, ids: list[list[int]]) -> int | None:
         """Until all are there; the first block that is not what was stored."""
         half, layers = self._half, self._half.geometry.layers
         filled: collections.deque[tuple[Extent, int, Fence]] = collections.deque()
@@ -87,7 +59,7 @@ class ByExtents:
                 half.drained().wait()
             for extent, _, _ in filled:
                 extent.close()
-        return Fence(), corrupt
+        return corrupt
 
     def _fetch(self, extent: Extent, mapped: BlocksMapped, first: int, count: int) -> int:
         copies = self._half.copies
@@ -104,12 +76,6 @@ class ByExtents:
         corrupt = extent.corrupt()
         extent.close()
         return None if corrupt is None else first + corrupt
-
-    def corrupt(self, mapped: BlocksMapped, found: int | None) -> int | None:
-        return found
-
-    def close(self) -> None:
-        pass
 
 
 class MappedLoad:
@@ -130,15 +96,6 @@ class MappedLoad:
                 return reason
         return ""
 
-    def _way(self) -> AtOnce | ByExtents:
-        half = self._half
-        stagings = [half.loads.take(), half.loads.take()] if half.paged is not None else []
-        if stagings and all(stagings):
-            return AtOnce(half, self._after, stagings)
-        for extent in filter(None, stagings):
-            extent.close()
-        return ByExtents(half, self._after)
-
     def _ask(self, first: int, count: int) -> Pending[BlocksMapped]:
         begin = self._load.first + first
         names = self._cache.external_names(self._load.hashes[begin : begin + count])
@@ -147,52 +104,65 @@ class MappedLoad:
     def _bring(self) -> str:
         """Why the next block is not there; empty: all are, or it may not be mapped."""
         half = self._half
-        way: AtOnce | ByExtents | None = None
+        stagings = [half.loads.take(), half.loads.take()] if half.paged is not None else []
+        try:
+            if stagings and all(stagings):
+                return self._bring_at_once(stagings)
+        finally:
+            for extent in filter(None, stagings):
+                extent.close()
+        return self._bring_by_extents()
+
+    def _bring_at_once(self, stagings: list[Extent]) -> str:
+        import torch
+
+        half, load, done = self._half, self._load, self.done
+        names = self._cache.external_names(load.hashes[load.first + done :])
+        with torch.cuda.stream(half.copies.load_stream):
+            self._after.hold()
+        ids = [group[done:] for group in load.block_ids]
+        blocks, reason, nbytes = half.paged.bring(names, load.first + done, ids, stagings, _FIRST_BLOCKS)
+        half.count("loaded_encoded_bytes", nbytes)
+        self.done += blocks
+        return "" if reason == "none" else reason
+
+    def _bring_by_extents(self) -> str:
+        half = self._half
+        way = ByExtents(half, self._after)
         most = max(1, MAPPED_PAGES_MAX // half.geometry.layers)
         asked: collections.deque[tuple[int, int, Pending[BlocksMapped]]] = collections.deque()
-        begun: collections.deque[tuple[BlocksMapped, Fence, int | None]] = collections.deque()
         released: collections.deque[tuple[int, Pending[None], BlocksMapped]] = collections.deque()
         first, size = self.done, min(_FIRST_BLOCKS, most)
         reason: str | None = None  # why the daemon gives no more
         corrupt: int | None = None
         try:
-            while corrupt is None:
-                if reason is None and first < self._count and len(asked) < _ASKED:
+            while corrupt is None and reason is None:
+                if first < self._count and len(asked) < _ASKED:
                     count = min(size, self._count - first)
                     asked.append((first, count, self._ask(first, count)))
                     first, size = first + count, min(2 * size, most)
-                elif reason is None and asked and len(begun) < CALLS:
-                    way = way or self._way()  # while the daemon looks blocks up
-                    begin, count, pending = asked.popleft()
-                    mapped = pending.wait()
-                    begun.append((mapped, Fence(), None))
-                    if mapped.blocks:
-                        ids = [group[begin : begin + mapped.blocks] for group in self._load.block_ids]
-                        begun[-1] = mapped, *way.begin(mapped, ids)
-                    if mapped.blocks < count:
-                        reason = "" if mapped.reason == "none" else mapped.reason
-                elif begun:
-                    mapped, fence, token = begun[0]
-                    fence.wait()
-                    corrupt = way.corrupt(mapped, token) if mapped.blocks else None
+                    continue
+                if not asked:
+                    break
+                begin, count, pending = asked.popleft()
+                mapped = pending.wait()
+                if mapped.blocks < count:
+                    reason = "" if mapped.reason == "none" else mapped.reason
+                if mapped.blocks:
+                    corrupt = way.bring(mapped, [group[begin : begin + mapped.blocks] for group in self._load.block_ids])
                     blocks = mapped.blocks if corrupt is None else corrupt
                     released.append((blocks, mapped.release_async(corrupt), mapped))
-                    begun.popleft()
-                    if len(released) > CALLS:
-                        self._end(released)
-                else:
-                    break
+                if len(released) > CALLS:
+                    self._end(released)
             while released:
                 self._end(released)
             return "checksum" if corrupt is not None else reason or ""
         finally:
             half.copies.fetched().wait()
             half.drained().wait()
-            if way is not None:
-                way.close()
             for *_, pending in asked:
                 pending.close()
-            for mapped in (*(each for each, *_ in begun), *(each for *_, each in released)):
+            for *_, mapped in released:
                 mapped.close()
 
     def _end(self, released: collections.deque[tuple[int, Pending[None], BlocksMapped]]) -> None:
