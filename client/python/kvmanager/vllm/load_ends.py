@@ -1,8 +1,10 @@
 """Loads of a worker that are under way, or have ended: when the engine's thread waits for them, and when it says their ends.
 
 A request whose load has ended is in the engine's next step, and a step takes about as long with some short rests of prompts as with
-one. So where the engine computes nothing, an end is said together with those of other loads that end within a step's time. Alone,
-each load would wait for the step of the one before. Loads run one behind the other, so the next one's end follows from its blocks.
+one. So where the engine computes nothing, an end is said together with those of other loads that end soon. A request that misses a
+step may wait for two, since vLLM plans a step ahead: so soon means within the time of two. Loads run one behind the other, so the
+next one's end follows from its blocks. Prompts that come meanwhile are seen between two steps alone: only the last of a load's time
+is waited for within one.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import threading
 import time
 
 _WAIT_S = 0.002  # of a step without anything to compute: the engine sleeps a millisecond before the next
-_WAIT_AGAIN_S = 0.008  # the same behind another such step: no output of an earlier one waits meanwhile
+_WAIT_AGAIN_S = 0.008  # the same behind another such step, where a load ends soon: no output of an earlier one waits meanwhile
+_SOON_S = 0.003
 _TOGETHER_S = 0.05  # at most, that an end waits for others'
+_TOGETHER_STEPS = 2  # the same in steps
 _STEPS = 16  # of which the shortest counts
 
 
@@ -59,8 +63,9 @@ class LoadEnds:
         idle, self._idle = self._idle, not computes
         if computes:
             return
-        until = now + (_WAIT_AGAIN_S if idle else _WAIT_S)
         with self._lock:
+            soon = idle and self._under_way and self._next_end_s() < now + _SOON_S
+            until = now + (_WAIT_AGAIN_S if soon else _WAIT_S)
             while self._under_way:
                 left = min(until, self._say_s()) - time.monotonic()
                 if left <= 0:
@@ -79,9 +84,13 @@ class LoadEnds:
         """When what has ended is to be said, while others are under way."""
         if not self._ended:
             return math.inf
-        until = self._first_s + min(_TOGETHER_S, min(self._periods_s, default=0.0))
+        until = self._first_s + min(_TOGETHER_S, _TOGETHER_STEPS * min(self._periods_s, default=0.0))
+        return until if self._next_end_s() <= until else self._first_s
+
+    def _next_end_s(self) -> float:
+        """When the oldest load that is under way may end, as the one before took."""
         began, blocks = next(iter(self._under_way.values()))
-        return until if max(began, self._last_s) + blocks * self._block_s <= until else self._first_s
+        return max(began, self._last_s) + blocks * self._block_s
 
 
 __all__ = ["LoadEnds"]
