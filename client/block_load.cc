@@ -16,13 +16,8 @@ constexpr size_t kAsked = 2;  // calls that are ahead of what is copied
 absl::Status BlockLoad::Run() {
   const absl::Status status = RunOn();
   asked_.clear();
-  for (; !copying_.empty(); copying_.pop_front()) {  // of no use, but memory is read and written
-    while (true) {
-      const auto copied = work_.Copied();
-      if (!copied.ok() || *copied) break;  // a GPU that has failed reads nothing any more
-      work_.Rest();
-    }
-  }
+  if (!status.ok() || !copying_.empty()) work_.Drain();  // of no use, but memory is read and written
+  copying_.clear();
   released_.clear();
   return status;
 }
@@ -62,9 +57,7 @@ absl::Status BlockLoad::TakeMapped() {
   }
   if (mapped->blocks == 0) return absl::OkStatus();
   copying_.push_back({*std::move(mapped), copies_++ % options_.calls});
-  const absl::Status begun = work_.Copy(copying_.back().mapped, at, copying_.back().place);
-  if (!begun.ok()) copying_.pop_back();
-  return begun;
+  return work_.Copy(copying_.back().mapped, at, copying_.back().place);
 }
 
 absl::Status BlockLoad::TakeCopied() {

@@ -31,6 +31,8 @@ class BlockLoadWork {
   virtual std::optional<uint32_t> Corrupt(const MappedBlocks& mapped, uint32_t place) const = 0;
   /// Sleeps a moment, where nothing can be done.
   virtual void Rest() = 0;
+  /// Until nothing is under way that Copy() began, also where it failed in the middle.
+  virtual void Drain() = 0;
 };
 
 class BlockLoad {

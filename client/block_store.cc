@@ -130,13 +130,8 @@ void BlockStore::Stop() {
 
 void BlockStore::Abandon() {
   Stop();
-  for (; !encoding_.empty(); encoding_.pop_front()) {
-    while (true) {
-      const auto encoded = work_.Encoded(encoding_.front());
-      if (!encoded.ok() || *encoded) break;  // a GPU that has failed reads nothing any more
-      work_.Rest();
-    }
-  }
+  work_.Drain();
+  encoding_.clear();
   for (; !writing_.empty(); writing_.pop_front()) writing_.front().call.Wait().status().IgnoreError();
   NoteRead();
 }

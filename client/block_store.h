@@ -49,12 +49,14 @@ class BlockStoreWork {
   virtual Pending<absl::StatusOr<WriteBlocksResult>> Write(const BlockPart& part) = 0;
   /// Sleeps a moment, where nothing can be done.
   virtual void Rest() = 0;
+  /// Until nothing is under way that Begin() began, also where it failed in the middle.
+  virtual void Drain() = 0;
 };
 
 /// What others say to a store while it runs. Written by any thread.
 struct BlockStoreSignals {
   std::atomic<uint32_t> urgent{0};   // work that does not wait for the store's end
-  std::atomic<uint32_t> waiting{0};  // stores that wait for this one
+  std::atomic<uint32_t> waiting{0};  // jobs that wait for this one
 };
 
 class BlockStore {
@@ -62,7 +64,7 @@ class BlockStore {
   struct Options {
     uint32_t first = 0, count = 0;                  // the store's blocks: their places in the sequence
     uint32_t stagings = 1, ranges = 1, blocks = 1;  // a staging has room for so many blocks
-    bool tied = false;                              // staging and range of one number are the same memory
+    bool tied = false;                              // staging and range of one number go together
     bool ahead = false;                             // the first part is begun before the daemon says what it has
     uint32_t writes = 1;                            // calls under way at once
     uint32_t first_blocks = 1;  // of the first part and of the last: little comes before, and behind, its call
@@ -73,7 +75,7 @@ class BlockStore {
     kDeclined,  // the same, but blocks from next() on are the caller's to store
   };
   struct Counts {
-    uint32_t found = 0;                 // not begun: the daemon had them
+    uint32_t found = 0;                 // not written: the daemon had them
     uint32_t written = 0, present = 0;  // of those it was given
     uint32_t full = 0;                  // it had no room for
     uint64_t written_bytes = 0;
@@ -90,7 +92,7 @@ class BlockStore {
   absl::StatusOr<State> Run(const BlockStoreSignals& signals);
   /// Begins no more; what was begun is written. Any thread; returns when nothing is being begun.
   void Stop();
-  /// 1: nothing reads the engine's blocks any more, nor will; else 0. Any thread.
+  /// 1: nothing reads the engine's blocks any more, nor will; else 0. Noticed while it runs. Any thread.
   const std::atomic<uint32_t>& read() const { return read_; }
   /// Blocks before this one were begun, or are not needed. The thread that runs it.
   uint32_t next() const { return next_; }

@@ -60,6 +60,7 @@ class Bringing final : public BlockLoadWork {
     return static_cast<uint32_t>(differ / object_.paged.layers);
   }
   void Rest() override { RestOnStream(); }
+  void Drain() override { DrainStreams(*object_.device, {StreamOf(room_.fetch), StreamOf(room_.load)}); }
 
   uint64_t bytes() const { return bytes_; }
   const absl::Status& unpinned() const { return unpinned_; }
@@ -106,11 +107,7 @@ int kvm_bring_blocks(kvm_object* codec, kvm_object* cache, const kvm_bring_room*
     BlockLoad load(
         {.count = blocks, .calls = room->calls, .first_blocks = room->first_blocks, .call_blocks = room->call_blocks},
         &work);
-    const absl::Status status = load.Run();
-    if (!status.ok()) {
-      Drain(*object.device, {StreamOf(room->fetch), StreamOf(room->load)});
-      return status;
-    }
+    KV_RETURN_IF_ERROR(load.Run());
     *brought = {load.blocks(), static_cast<uint32_t>(load.reason()), work.bytes()};
     Leave(work.unpinned().ok() ? "" : Text({{"unpinned", std::string(work.unpinned().message())}}));
     return absl::OkStatus();

@@ -265,7 +265,8 @@ typedef struct {
  * caches, behind what `load` was given; returns when they are there. names: [blocks][64]; ids: [groups][blocks] of the
  * engine's blocks, 0: not wanted. cache: of the same connection. What was copied is compared with its checksums by the
  * GPU, and was held all the time. Text: empty, or {"unpinned"}: why copies are slow. Errors as of
- * kvm_map_blocks_async; then blocks of the engine's hold anything. After an error nothing is under way. */
+ * kvm_map_blocks_async, the GPU's, and UNAVAILABLE where it was not held; then blocks of the engine's hold anything,
+ * and nothing is under way. */
 KVM_API int kvm_bring_blocks(kvm_object* codec, kvm_object* cache, const kvm_bring_room* room, uint32_t first,
                              const uint8_t* names, const int64_t* ids, uint32_t groups, uint32_t blocks,
                              kvm_brought* brought);
@@ -295,9 +296,9 @@ KVM_API int kvm_save_blocks(kvm_object* codec, const kvm_save* save, uint64_t* s
 
 /* What a store uses. staging: [stagings]; of kvm_save's fields raw, stored (unused where direct), list, list_device,
  * declined and sums, each with room for `blocks` blocks. range: [ranges] of an arena of the connection, range_bytes
- * each. tied: staging and range of one number are the same memory. direct: the arena is on the GPU, and stored pages
- * are made there. part: as kvm_save's. writes: calls to the daemon under way at once. first_blocks: of the first call
- * and the last. encoded: a word in pinned host memory, nobody else's. */
+ * each. tied: staging and range of one number go together, and both are in use until the daemon has answered. direct:
+ * the arena is on the GPU, and stored pages are made there. part: as kvm_save's. writes: calls to the daemon under way
+ * at once. first_blocks: of the first call and the last. encoded: a word in pinned host memory, nobody else's. */
 typedef struct {
   void* raw;
   void* stored;
@@ -316,7 +317,7 @@ typedef struct {
   uint32_t stagings, ranges, blocks, part, writes, first_blocks;
   int32_t tied, direct;
 } kvm_store_room;
-/* Words that any thread may write while a store runs: not 0 where something urgent waits, and how many stores wait. */
+/* Words that any thread may write while a store runs: not 0 where something urgent waits, and how many jobs wait. */
 typedef struct {
   uint32_t urgent, waiting;
 } kvm_store_signals;
@@ -336,11 +337,12 @@ KVM_API int kvm_create_store(kvm_object* codec, const kvm_store_room* room, uint
                              const int64_t* ids, uint32_t groups, uint32_t blocks, kvm_object** store,
                              const uint32_t** read);
 /* Runs it. codec, cache: the same each time, of the connection. Text: why the daemon had no room, or empty. Errors: the
- * GPU's and the daemon's; then nothing is under way. stored is also written then. */
+ * GPU's and the daemon's; then nothing is under way. Errors of the arguments run nothing, and leave `stored` as it is.
+ */
 KVM_API int kvm_run_store(kvm_object* store, kvm_object* codec, kvm_object* cache, const kvm_store_signals* signals,
                           kvm_stored* stored);
-/* Any thread: no more is copied out of the engine's blocks, but for what `save` was given; it returns at once, or when
- * that is said. What was begun is written when the store is run. */
+/* Any thread of the process that made it: no more is copied out of the engine's blocks, but for what `save` was given;
+ * it returns at once, or when `save` was given what is being begun. What was begun is written when the store is run. */
 KVM_API int kvm_stop_store(kvm_object* store);
 
 /* Where K and V of blocks go in host memory, as rows of one token and head: of [blocks] each the address of layer 0,

@@ -254,7 +254,7 @@ absl::StatusOr<bool> StreamCount::Pass(const Device& device, CUstream_st* stream
 
 void RestOnStream() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 
-void Drain(const Device& device, std::initializer_list<CUstream_st*> streams) {
+void DrainStreams(const Device& device, std::initializer_list<CUstream_st*> streams) {
   for (CUstream_st* const stream : streams) {
     for (auto idle = device.IsIdle(stream); idle.ok() && !*idle; idle = device.IsIdle(stream)) RestOnStream();
   }

@@ -59,6 +59,6 @@ class StreamCount {
 /// A moment, while nothing passes.
 void RestOnStream();
 /// Until streams are idle, or their GPU has failed.
-void Drain(const Device& device, std::initializer_list<CUstream_st*> streams);
+void DrainStreams(const Device& device, std::initializer_list<CUstream_st*> streams);
 
 }  // namespace kvmanager::client::c

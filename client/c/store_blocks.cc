@@ -56,7 +56,6 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
     object_ = &object;
     cache_ = &cache;
     const auto state = store_.Run(signals);
-    if (!state.ok()) Drain(*object.device, {StreamOf(room_.save), StreamOf(room_.send)});
     const BlockStore::Counts& counts = store_.counts();
     *stored = {.state = state.ok() ? static_cast<uint32_t>(*state) : 0,
                .next = store_.next(),
@@ -154,6 +153,7 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
     return cache_->handle->WriteBlocksAsync(range, raw, {sums, sums == nullptr ? 0 : raw.size()});
   }
   void Rest() override { RestOnStream(); }
+  void Drain() override { DrainStreams(*object_->device, {StreamOf(room_.save), StreamOf(room_.send)}); }
 
   bool identity() const { return object_->codec->info().identity; }
   uint64_t BlockBytes(uint32_t at) const {
@@ -214,7 +214,6 @@ int kvm_create_store(kvm_object* codec, const kvm_store_room* room, uint32_t fir
 
 int kvm_run_store(kvm_object* store, kvm_object* codec, kvm_object* cache, const kvm_store_signals* signals,
                   kvm_stored* stored) {
-  *stored = {};
   return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
     KV_ASSIGN_OR_RETURN(StoreObject * run, Use<StoreObject>(store));
     KV_ASSIGN_OR_RETURN(CacheObject * of, Use<CacheObject>(cache));

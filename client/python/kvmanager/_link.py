@@ -87,7 +87,7 @@ class Session:
         cache = self._caches.get(key)
         if cache is None:
             while len(self._caches) >= CACHES_MAX:
-                self._caches.popitem(last=False)[1].close()
+                self._caches.popitem(last=False)  # closed, unless a job still uses it
             cache = self._caches[key] = self.client.open_cache(**self._describe(key))
         self._caches.move_to_end(key)
         return cache

@@ -107,12 +107,13 @@ class PageCodec(Handle):
         check(lib.kvm_set_paged(self._object, byref(caches)))
 
     def bring_blocks(
-        self, room: BringRoom, first: int, names: BlockNames, ids: array.array[int], groups: int
+        self, cache: Cache, room: BringRoom, first: int, names: BlockNames, ids: array.array[int], groups: int
     ) -> tuple[int, int, int]:
-        """Blocks that were brought, why no more by its number, bytes that were copied. Waits for the daemon and the GPU."""
+        """Of a cache with the same pages. Blocks that were brought, why no more by its number, bytes that were copied. Waits for the daemon
+        and the GPU."""
         brought, address = Brought(), ids.buffer_info()[0]
         call = lib.kvm_bring_blocks
-        check(call(self._object, self.cache._object, byref(room), first, names.data, address, groups, len(names), byref(brought)))
+        check(call(self._object, cache._object, byref(room), first, names.data, address, groups, len(names), byref(brought)))
         if said := _lib.text():
             warn_unpinned(said)
         return brought.blocks, brought.reason, brought.nbytes

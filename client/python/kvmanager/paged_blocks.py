@@ -16,6 +16,7 @@ import torch
 from . import _lib
 from ._lib import BringRoom, Handle, PagedCaches, PagedSave, Stored, StoreRoom, StoreSignals, StoreStaging, check, lib
 from .cache import BlockNames, Cache, miss_reason
+from .errors import invalid
 from .page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, PageCodec
 from .paged import PagedCopy
 from .stored import Extent, Extents, Geometry
@@ -29,7 +30,10 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _WORD) * _WORD
 
 
-def _ids(groups: list[list[int]]) -> array.array[int]:
+def _ids(groups: list[list[int]], blocks: int) -> array.array[int]:
+    for number, group in enumerate(groups):
+        if len(group) != blocks:
+            raise invalid(f"ids[{number}] (length)", len(group), f"{blocks}, one for each block")
     return array.array("q", [each for group in groups for each in group])
 
 
@@ -40,10 +44,13 @@ class PagedStore(Handle):
 
     def __init__(self, codec: PageCodec, room: StoreRoom, names: BlockNames, first: int, ids: list[list[int]]) -> None:
         super().__init__(None)
-        made, read, given = c_void_p(), ctypes.POINTER(c_uint32)(), _ids(ids)
+        blocks = len(names) - first
+        if blocks < 1:
+            raise invalid("names (length)", len(names), f"more than {first}, the blocks before the store")
+        made, read, given = c_void_p(), ctypes.POINTER(c_uint32)(), _ids(ids, blocks)
         where = given.buffer_info()[0]
         call = lib.kvm_create_store
-        check(call(codec._object, byref(room), first, names.data, where, len(ids), len(ids[0]), byref(made), byref(read)))
+        check(call(codec._object, byref(room), first, names.data, where, len(ids), blocks, byref(made), byref(read)))
         self._object, self._codec, self._read = made.value, codec, read
         self.result = Stored()  # as of the last run(), also of one that raised
         self.full = ""  # why the daemon had no room
@@ -56,6 +63,7 @@ class PagedStore(Handle):
     def run(self, cache: Cache, signals: StoreSignals) -> int:
         """URGENT: to be run again; DECLINED: blocks from result.next on are the caller's to store. After an error, as after DONE and
         DECLINED, nothing is under way."""
+        self.full = ""
         check(lib.kvm_run_store(self._object, self._codec._object, cache._object, byref(signals), byref(self.result)))
         self.full = _lib.text().decode()
         return int(self.result.state)
@@ -119,9 +127,9 @@ class PagedBlocks:
         )
 
     def bring(
-        self, names: BlockNames, first: int, ids: list[list[int]], stagings: list[Extent], first_blocks: int
+        self, cache: Cache, names: BlockNames, first: int, ids: list[list[int]], stagings: list[Extent], first_blocks: int
     ) -> tuple[int, str, int]:
-        """Loads blocks, the first of which is block `first` of its sequence, into the caches' blocks `ids`, by group, 0: not wanted,
+        """Loads blocks of `cache`, the first of which is block `first` of its sequence, into the caches' blocks `ids`, by group, 0: not wanted,
         behind what load_stream was given. Returns how many are there, from the first on; why no more, "none": all are, or the next
         may not be mapped; the bytes that were copied. stagings: two that nothing uses. first_blocks: of the first call to the daemon."""
         room = BringRoom(
@@ -140,7 +148,7 @@ class PagedBlocks:
             self._copies.fetch_stream.cuda_stream,
             self._copies.load_stream.cuda_stream,
         )
-        blocks, reason, nbytes = self._codec.bring_blocks(room, first, names, _ids(ids), self._groups)
+        blocks, reason, nbytes = self._codec.bring_blocks(cache, room, first, names, _ids(ids, len(names)), self._groups)
         return blocks, miss_reason(reason), nbytes
 
     def store(self, names: BlockNames, first: int, ids: list[list[int]], writes: int, first_blocks: int) -> PagedStore:
@@ -169,7 +177,7 @@ class PagedBlocks:
         """Brings `count` of the caches' blocks `ids`, by group, of which the first is block `first` of its sequence, into the
         extent's range, as extent.encode() does. Only begun, behind what save_stream was given: the blocks are read behind
         copies.saved(), and the range is filled behind copies.sent()."""
-        staging, given = self._stagings[extent.staging], _ids(ids)
+        staging, given = self._stagings[extent.staging], _ids(ids, count)
         save = PagedSave(
             extent.raw.data_ptr(),
             extent.encoded_pages.data_ptr(),

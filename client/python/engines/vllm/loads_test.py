@@ -21,6 +21,30 @@ from kvmanager.vllm.measured import LoadMeter, LoadTimes
 from kvmanager.vllm.messages import Load
 
 
+def _mappings(process: object) -> list[tuple[int, int, str, int, str]]:
+    """Begin, end, rights, offset, device and inode."""
+    found = []
+    with open(f"/proc/{process}/maps", encoding="utf-8") as lines:
+        for line in lines:
+            place, rights, offset, device, inode, *_ = line.split()
+            begin, end = (int(each, 16) for each in place.split("-"))
+            found.append((begin, end, rights, int(offset, 16), f"{device} {inode}"))
+    return found
+
+
+def flip_bit(daemon: Daemon, address: int) -> None:
+    """Of the daemon's memory, which this process has mapped for reading at `address`."""
+    offset, file = next((at + address - begin, of) for begin, end, _, at, of in _mappings("self") if begin <= address < end)
+    pid = daemon.process.pid
+    place = next(begin + offset - at for begin, end, rights, at, of in _mappings(pid)
+                 if of == file and rights.startswith("rw") and at <= offset < at + end - begin)
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        memory.seek(place)
+        byte = memory.read(1)[0]
+        memory.seek(place)
+        memory.write(bytes([byte ^ 1]))
+
+
 class LoadsTest(WorkerTestCase):
     def test_blocks_that_are_not_there_are_said_by_id(self) -> None:
         rank = self.rank()
@@ -45,6 +69,42 @@ class LoadsTest(WorkerTestCase):
             client.purge()
             self.assertEqual(set(there[:8]), rank.load("e", hashes, (there[:8],)))
         self.assertEqual(4, rank.stats["loads_failed"])
+
+    def test_each_tenant_finds_its_own_blocks(self) -> None:
+        """Of requests with a salt, and of all that come behind a reset."""
+        rank = self.rank()
+        hashes, there = hashes_of(28, 5), list(range(30, 35))
+        rows = {tenant: random_rows(40 + number, 5, 16) for number, tenant in enumerate(("", "a", "b"))}
+        for number, tenant in enumerate(rows):
+            rank.store(f"store {tenant}", hashes, list(range(3 + 5 * number, 8 + 5 * number)), rows[tenant], tenant=tenant)
+        rank.settle()
+        for tenant in (*rows, "a", ""):
+            self.assertEqual(set(), rank.load(f"load {tenant}", hashes, (there,), tenant=tenant))
+            self.assert_bytes(rank, there, rows[tenant], name=tenant)
+        self.assertEqual(set(there), rank.load("load c", hashes, (there,), tenant="c"))
+
+    def test_a_bit_that_flips_in_the_daemons_memory_is_loaded_by_nobody(self) -> None:
+        daemon = Daemon(host_pool="256MiB", flags=self.flags)
+        self.addCleanup(daemon.__exit__)
+        for codec in ("raw", "hack:k_bits=4,v_bits=3"):
+            with self.subTest(codec=codec):
+                rank = self.rank(daemon, codec=codec, block_tokens=64)
+                rows, hashes, there = random_rows(29, 20, 64), hashes_of(29, 20), list(range(20, 40))
+                rank.store("a", hashes, list(range(3, 23))[:20], rows)
+                rank.settle()
+                self.assertEqual(set(), rank.load("b", hashes, (there,)))
+                with kvmanager.connect(daemon.listen) as client:
+                    cache = client.open_cache(**rank.half.facts.describe(("", 0)))
+                    with cache.map_blocks_async(cache.external_names(hashes)).wait() as mapped:
+                        self.assertEqual(20, mapped.blocks)
+                        flip_bit(daemon, mapped.addresses[13 * LAYERS + 1] + 100)
+                self.assertEqual(set(there[13:]), rank.load("c", hashes, (there,)))
+                if codec == "raw":
+                    self.assert_bytes(rank, there[:13], rows[:, :13])
+                # The daemon has compared its own bytes, and has forgotten the block.
+                with kvmanager.connect(daemon.listen) as client:
+                    cache = client.open_cache(**rank.half.facts.describe(("", 0)))
+                    self.assertEqual(13, cache.match([cache.external_names(hashes)])[0].hit_blocks)
 
     def test_how_long_loads_took_is_said(self) -> None:
         meter = LoadMeter()
@@ -78,7 +138,7 @@ class LoadsTest(WorkerTestCase):
             load = getattr(loader, method)
 
             def deadly(*arguments):
-                if rank.half.paged is not None:  # it is a whole load
+                if rank.half.paged is not None:  # it is a whole load, of which nothing is left then
                     daemon.kill()
                 begun = load(*arguments)
                 daemon.kill()

@@ -208,18 +208,20 @@ class Rank:
             raise AssertionError("the connector does not come to rest")
         self.step(StepPlan())
 
-    def store(self, name: str, hashes: list[bytes], ids: list[int], rows: torch.Tensor, first: int = 0) -> None:
+    def store(
+        self, name: str, hashes: list[bytes], ids: list[int], rows: torch.Tensor, first: int = 0, tenant: str = ""
+    ) -> None:
         """A step that computes these blocks, behind a kernel that takes a while, and stores them. Only begun. hashes: of
         all blocks from the request's first on, of which rows and ids are those from `first` on."""
         indices = self.indices(ids)
-        plan = StepPlan(stores=[Store(name, "", first, hashes[first:], first, (ids,) * self.half.facts.group_count)])
+        plan = StepPlan(stores=[Store(name, tenant, first, hashes[first:], first, (ids,) * self.half.facts.group_count)])
         STREAM.busy()
         self.step(plan, lambda layer: self.write(layer, indices, rows[layer]))
 
     def finish(self, name: str, retention: Retention | None = None) -> None:
         self.step(StepPlan(finishes=[Finish(name, True, retention=retention)]))
 
-    def load(self, name: str, hashes: list[bytes], ids: tuple[list[int], ...], first: int = 0) -> set[int]:
+    def load(self, name: str, hashes: list[bytes], ids: tuple[list[int], ...], first: int = 0, tenant: str = "") -> set[int]:
         """Loads blocks that an earlier step, still under way, writes to; returns block ids that were not loaded."""
         groups = self.half.facts.group_count
         ids = ids * groups if len(ids) < groups else ids
@@ -228,7 +230,7 @@ class Rank:
         self.spoil(taken)
         self.received.discard(name)
         self.errors = set()
-        self.step(StepPlan(loads=[Load(name, "", hashes, first, ids)]))
+        self.step(StepPlan(loads=[Load(name, tenant, hashes, first, ids)]))
         self.settle()
         if name not in self.received:
             raise AssertionError(f"the end of the load of {name} is not reported")

@@ -14,6 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from .._lib import StoreSignals
 from .._link import Session
 from ..cache import BlockNames, BlocksWritten, Cache
 from ..errors import (
@@ -205,15 +206,22 @@ class StoreJob:
             while (state := whole.run(cache, half.link.signals)) == URGENT:
                 half.link.run_urgent(session)
         except Exception as error:  # also of an urgent job, which ends the connection
-            whole.stop()
-            half.copies.saved().wait()
-            half.copies.sent().wait()
-            whole.close()
+            self._give_up(whole, cache)
             self._count_whole(whole, lost=True)
             self._end(collections.deque(), error)
             raise
         self._count_whole(whole)
         return state != DECLINED
+
+    @staticmethod
+    def _give_up(whole: PagedStore, cache: Cache) -> None:
+        """Until nobody reads the engine's blocks, nor the ranges: what was begun is written, as far as that goes."""
+        whole.stop()
+        try:
+            while whole.run(cache, StoreSignals()) == URGENT:
+                pass
+        except Error:  # then nothing is under way
+            pass
 
     def _count_whole(self, whole: PagedStore, lost: bool = False) -> None:
         """lost: of blocks that were begun, those that are not known to be stored are to be counted as such."""
@@ -223,8 +231,9 @@ class StoreJob:
         half.count("stored_bytes", of.written * half.block_bytes)
         half.count("stored_encoded_bytes", of.written_bytes)
         if of.full:
-            self._no_room(of.full, whole.full)
-        self._began = time.monotonic() - of.nanoseconds * 1e-9
+            self._no_room(of.full, whole.full or "its memory is full")
+        if of.nanoseconds:
+            self._computed, self._began = True, time.monotonic() - of.nanoseconds * 1e-9
         with self._lock:
             self._next = of.found + of.written + of.present + of.full if lost else of.next
             if self._next == self._count:

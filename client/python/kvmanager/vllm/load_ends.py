@@ -64,7 +64,7 @@ class LoadEnds:
         if computes:
             return
         with self._lock:
-            soon = idle and self._under_way and self._next_end_s() < now + _SOON_S
+            soon = idle and self._under_way and abs(self._next_end_s() - now) < _SOON_S  # not one that is late
             until = now + (_WAIT_AGAIN_S if soon else _WAIT_S)
             while self._under_way:
                 left = min(until, self._say_s()) - time.monotonic()

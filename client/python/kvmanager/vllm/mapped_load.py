@@ -121,7 +121,7 @@ class MappedLoad:
         with torch.cuda.stream(half.copies.load_stream):
             self._after.hold()
         ids = [group[done:] for group in load.block_ids]
-        blocks, reason, nbytes = half.paged.bring(names, load.first + done, ids, stagings, _FIRST_BLOCKS)
+        blocks, reason, nbytes = half.paged.bring(self._cache, names, load.first + done, ids, stagings, _FIRST_BLOCKS)
         half.count("loaded_encoded_bytes", nbytes)
         self.done += blocks
         return "" if reason == "none" else reason
