@@ -4,6 +4,7 @@ On a GPU as on the CPU; needs torch and a daemon, and no engine."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import unittest
 
@@ -265,14 +266,29 @@ class PackingTest(unittest.TestCase):
 
         return write
 
+    @staticmethod
+    def amx(tokens: int) -> torch.Tensor:
+        """As vLLM's kernels for AMX: pairs of K's channels beside one another for 16 tokens, of V's tokens for 16 channels."""
+        t, d = torch.arange(tokens).view(-1, 1), torch.arange(HEAD_DIM)
+        k = d % 2 + 2 * (t % 16) + 32 * (d // 2) + 16 * HEAD_DIM * (t // 16)
+        v = t % 2 + 2 * (d % 16) + 32 * (t // 2) + 16 * tokens * (d // 16)
+        return torch.cat([k.flatten(), tokens * HEAD_DIM + v.flatten()]).expand(HEADS, -1)
+
+    @staticmethod
+    def transposed(tokens: int) -> torch.Tensor:
+        """K channel by channel."""
+        t, d = torch.arange(tokens).view(-1, 1), torch.arange(HEAD_DIM)
+        return torch.cat([(t + tokens * d).flatten(), tokens * HEAD_DIM + (HEAD_DIM * t + d).flatten()]).expand(HEADS, -1)
+
     def test_blocks_move_from_and_to_packed_ones(self) -> None:
         ids, there = [5, 2, 17, 9], [3, 4, 20, 1]
-        for dtype in (torch.float16, torch.bfloat16):
+        for dtype, order in itertools.product((torch.float16, torch.bfloat16), (None, self.amx, self.transposed)):
             for tokens in (16, 64):
-                with self.subTest(dtype=dtype, tokens=tokens):
+                with self.subTest(dtype=dtype, tokens=tokens, order=order):
                     plain = [each.to(dtype) for each in caches("BHN(KV)", tokens, "cpu", True)]
-                    write = self.engine(tokens, dtype)
+                    write = self.engine(tokens, dtype, order and order(tokens))
                     packing = learn_packing(write, tokens, HEADS, HEAD_DIM, dtype)
+                    self.assertEqual(order is not None, packing.strided)
                     packed = [torch.zeros_like(each) for each in plain]
                     for layer, cache in zip(plain, packed):
                         for block in range(BLOCKS):
