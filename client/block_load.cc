@@ -14,7 +14,7 @@ constexpr size_t kAsked = 2;  // calls that are ahead of what is copied
 }  // namespace
 
 absl::Status BlockLoad::Run() {
-  const absl::Status status = RunOn();
+  absl::Status status = RunOn();
   asked_.clear();
   if (!status.ok() || !copying_.empty()) work_.Drain();  // of no use, but memory is read and written
   copying_.clear();

@@ -146,7 +146,9 @@ TEST(BlockLoadTest, RandomLoads) {
     const absl::Status status = load.Run();
     EXPECT_EQ(work.leases, 0);
     EXPECT_EQ(work.under_way, 0u);
-    if (work.release_failed) EXPECT_FALSE(status.ok()) << "what was not held counts";
+    if (work.release_failed) {
+      EXPECT_FALSE(status.ok()) << "what was not held counts";
+    }
     if (!status.ok()) {
       ++failed;
       EXPECT_TRUE(world.map_fails || world.copy_fails || world.gpu_fails || world.release_fails);

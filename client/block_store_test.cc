@@ -48,7 +48,9 @@ class FakeWork final : public BlockStoreWork {
     EXPECT_TRUE(ranges_.insert(part->range).second) << "range " << part->range << " is in use";
     EXPECT_LT(part->staging, options_.stagings);
     EXPECT_LT(part->range, options_.ranges);
-    if (options_.tied) EXPECT_EQ(part->staging, part->range);
+    if (options_.tied) {
+      EXPECT_EQ(part->staging, part->range);
+    }
     if (begun.size() == world_.begin_fails) return absl::ResourceExhaustedError("no memory");
     EXPECT_EQ(part->number, begun.size());
     part->bytes = part->count * kBlockBytes;
@@ -128,10 +130,14 @@ void ExpectWhole(const BlockStore& store, const BlockStore::Options& options, co
   EXPECT_EQ(counts.full > 0, !store.full().empty());
   uint32_t next = 0;
   for (const BlockPart& part : work.written) {
-    if (part.at > next) EXPECT_EQ(part.at, std::min(world.present - world.first, options.count)) << "a gap";
+    if (part.at > next) {
+      EXPECT_EQ(part.at, std::min(world.present - world.first, options.count)) << "a gap";
+    }
     next = part.at + part.count;
   }
-  if (counts.found == 0 || next > 0) EXPECT_LE(next, store.next());
+  if (counts.found == 0 || next > 0) {
+    EXPECT_LE(next, store.next());
+  }
 }
 
 TEST(BlockStoreTest, RandomStores) {
@@ -189,7 +195,9 @@ TEST(BlockStoreTest, RandomStores) {
     EXPECT_LE(counts.written_bytes, counts.written * kBlockBytes);
     if (stops.has_value()) {
       ++stopped;
-      if (*state == BlockStore::State::kDone) EXPECT_EQ(store.read(), 1u);
+      if (*state == BlockStore::State::kDone) {
+        EXPECT_EQ(store.read(), 1u);
+      }
       continue;
     }
     ExpectWhole(store, options, world, work, *state);

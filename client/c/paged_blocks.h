@@ -41,7 +41,7 @@ absl::StatusOr<uint64_t> EnqueueSave(const PageCodecObject& object, const kvm_sa
 /// A word in pinned memory that a stream counts up, so that a thread sees how far it has come.
 class StreamCount {
  public:
-  StreamCount(const uint64_t* word) : word_(word), passed_(Read()), begun_(passed_) {}
+  explicit StreamCount(const uint64_t* word) : word_(word), passed_(Read()), begun_(passed_) {}
   /// What was given to the stream so far is the next to pass.
   absl::Status Add(const Device& device, CUstream_st* stream) { return device.EnqueueWrite(stream, word_, ++begun_); }
   /// Whether the oldest of them that was not said has passed. Errors: UNAVAILABLE when the GPU has failed.

@@ -55,7 +55,7 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
                                         const BlockStoreSignals& signals, kvm_stored* stored) {
     object_ = &object;
     cache_ = &cache;
-    const auto state = store_.Run(signals);
+    auto state = store_.Run(signals);
     const BlockStore::Counts& counts = store_.counts();
     *stored = {.state = state.ok() ? static_cast<uint32_t>(*state) : 0,
                .next = store_.next(),
