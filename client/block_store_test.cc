@@ -58,7 +58,9 @@ class FakeWork final : public BlockStoreWork {
     return absl::OkStatus();
   }
   absl::StatusOr<bool> Encoded(const BlockPart& part) override {
-    if (!gpu_failed_) EXPECT_EQ(part.number, encoded);  // in order
+    if (!gpu_failed_) {
+      EXPECT_EQ(part.number, encoded);  // in order
+    }
     if (gpu_failed_ |= part.number == world_.gpu_fails; gpu_failed_)
       return absl::UnavailableError("the GPU has failed");
     if (Chance(world_.slow)) return false;
