@@ -14,7 +14,8 @@ Neither numpy nor torch is needed: tensors of both, and whatever has __dlpack__,
 """
 
 from .arena import Arena, ArenaTensor
-from .cache import BlocksMapped, Cache, Claimed, Entries, HandOff, Sequence
+from .blocks_mapped import BlocksMapped
+from .cache import Cache, Entries
 from .client import Client, connect
 from .device import Device, InProcess, allow_many_streams
 from .errors import (
@@ -38,6 +39,7 @@ from .errors import (
 from .names import BlockNames
 from .page_codec import PageCodec
 from .pending import Pending
+from .sequence import Claimed, HandOff, Sequence
 from .types import (
     BlocksRead,
     BlocksWritten,

@@ -21,7 +21,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Callable, Concatenate, Iterable, Literal, NamedTuple, ParamSpec, TypeVar
 from typing import overload
 
-from . import arena, cache as blocking, client as blocking_client
+from . import arena, client as blocking_client
 from ._lib import check, lib
 from .cache import Entries as Entries
 from .errors import Error, FailedPreconditionError

@@ -1,33 +1,30 @@
-"""Caches, sequences and hand-offs."""
+"""Caches: what they hold, and what is done to many sequences or blocks of one at once."""
 
 from __future__ import annotations
 
 import array
 import ctypes
-import json
 import struct
-import warnings
-from ctypes import byref, c_int, c_int32, c_uint32, c_uint64, c_void_p
-from typing import TYPE_CHECKING, Any, Iterable, Literal, NamedTuple, SupportsIndex, overload
+from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any, Iterable, Literal, SupportsIndex, overload
 
 from . import _lib
 from ._lib import Handle, check, lib
 from ._tensor import ITEM_BYTES, rows
-from .errors import Error, FailedPreconditionError, InvalidArgumentError, data, encoded, from_fields, integer, invalid
-from .names import NAME_BYTES, BlockNames
+from .blocks_mapped import BlocksMapped, warn_unpinned
+from .errors import Error, InvalidArgumentError, data, from_fields, integer, invalid
+from .names import NAME_BYTES, BlockNames, checked
 from .pending import Pending
+from .sequence import Claimed, Sequence
 from .types import (
     MISS_REASONS,
     BlocksRead,
     BlocksWritten,
     CacheDescription,
     CacheOptions,
-    HandOffOutcome,
     PrefixMatch,
-    PublishOutcome,
     ReadResult,
     Retained,
-    SequenceDescription,
     StepResult,
 )
 
@@ -326,7 +323,7 @@ class Cache(Handle):
         """The same, to be waited for later: `pages` is written until then, and a little longer if nobody waits."""
         place, pending = _range_of(pages), c_void_p()
         first = integer("first", first, 0, _UINT32_MAX)
-        check(lib.kvm_read_blocks_async(self._object, first, _names(names).data, len(names), place, byref(pending)))
+        check(lib.kvm_read_blocks_async(self._object, first, checked(names).data, len(names), place, byref(pending)))
 
         def finish(values: Any, made: Any) -> BlocksRead:
             raw = bytes(digit == "1" for digit in _lib.result()["raw"])
@@ -347,7 +344,7 @@ class Cache(Handle):
         place, pending = None if pages is None else _range_of(pages), c_void_p()
         first, device = integer("first", first, 0, _UINT32_MAX), integer("device", device, -1, _INT32_MAX)
         call = lib.kvm_map_blocks_async
-        check(call(self._object, first, _names(names).data, len(names), place, device, byref(pending)))
+        check(call(self._object, first, checked(names).data, len(names), place, device, byref(pending)))
 
         def finish(values: Any, made: Any) -> BlocksMapped:
             said = _lib.text()
@@ -392,7 +389,7 @@ class Cache(Handle):
         first = integer("first", first, 0, _UINT32_MAX)
         check(
             lib.kvm_write_blocks_async(
-                self._object, first, _names(names).data, len(names), raw, len(raw), checksums or None, place, byref(pending)
+                self._object, first, checked(names).data, len(names), raw, len(raw), checksums or None, place, byref(pending)
             )
         )
         return Pending(pending.value, lambda values, made: BlocksWritten(values[0], values[1]), (pages, self))
@@ -444,167 +441,6 @@ def _step_result(values: Any, made: Any) -> StepResult:
     return StepResult(*values)
 
 
-def _outcome(values: Any, made: Any) -> HandOffOutcome:
-    return HandOffOutcome.parse(_lib.result())
-
-
-class Sequence(Handle):
-    """A lease of one sequence: closing it, or letting it go, gives its pages back. Published blocks stay.
-
-    id: what entries name it by; hit_blocks, miss_reason: what was found of its prefix when it was made."""
-
-    __slots__ = ("cache", "id", "hit_blocks", "miss_reason")
-
-    def __init__(self, cache: Cache, address: int | None, id: int, hit_blocks: int, miss_reason: str) -> None:
-        super().__init__(address)
-        self.cache = cache
-        self.id = id
-        self.hit_blocks = hit_blocks
-        self.miss_reason = miss_reason
-
-    def __int__(self) -> int:
-        return self.id
-
-    __index__ = __int__
-
-    def __repr__(self) -> str:
-        return f"Sequence(id={self.id}, hit_blocks={self.hit_blocks})"
-
-    def fork(self) -> Sequence:
-        """A second sequence with the same tokens: full blocks are shared, open pages copied."""
-        made, id = c_void_p(), c_uint64()
-        check(lib.kvm_fork(self._object, byref(made), byref(id)))
-        return Sequence(self.cache, made.value, id.value, self.hit_blocks, self.miss_reason)
-
-    def crop(self, tokens: int) -> None:
-        """Gives back all but the first `tokens` tokens."""
-        check(lib.kvm_crop(self._object, integer("tokens", tokens)))
-
-    def publish(self, names: BlockNames) -> PublishOutcome:
-        """From now on others find the full blocks that this names, from the first on."""
-        outcome = (c_int32 * 3)()
-        check(lib.kvm_publish(self._object, _names(names).data, len(names), outcome))
-        return PublishOutcome(*outcome)
-
-    def info(self) -> SequenceDescription:
-        check(lib.kvm_info(self._object))
-        return SequenceDescription(**_lib.result())
-
-    def hand_off(
-        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
-    ) -> HandOffOutcome:
-        """Sends the sequence to another daemon; outcome.ticket is what its clients claim it with. It stays here, too.
-
-        peer: "HOST:PORT" of its --peer-listen, or several, "HOST:PORT,HOST:PORT": the one that would have it first gets
-        it. blob: the engine's, at most 1 MiB. timeout_ms: of the transfer; this waits a second longer for the daemon's
-        word, whatever the client's deadline_ms. room_ms: how long a receiver that is full may let it wait. will_append:
-        whoever claims it appends before it reads or crops."""
-        return self.hand_off_async(peer, blob, timeout_ms, room_ms, will_append).wait()
-
-    def hand_off_async(
-        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
-    ) -> Pending[HandOffOutcome]:
-        to, blob, pending = encoded("peer", peer), data("blob", blob), c_void_p()
-        options = _options(timeout_ms, room_ms, will_append)
-        check(lib.kvm_hand_off(self._object, to, len(to), blob, len(blob), byref(options), byref(pending)))
-        return Pending(pending.value, _outcome, self)
-
-    def begin_hand_off(
-        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
-    ) -> HandOff:
-        """The same while the sequence still grows to `tokens` tokens in every layer: pages go as they are made."""
-        return self.begin_hand_off_async(peer, tokens, timeout_ms, room_ms, will_append).wait()
-
-    def begin_hand_off_async(
-        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
-    ) -> Pending[HandOff]:
-        to, tokens, pending = encoded("peer", peer), integer("tokens", tokens), c_void_p()
-        options = _options(timeout_ms, room_ms, will_append)
-        check(lib.kvm_begin_hand_off(self._object, to, len(to), tokens, byref(options), byref(pending)))
-
-        def finish(values: Any, made: Any) -> HandOff:
-            said = _lib.result()
-            return HandOff(self, made, bytes.fromhex(said["ticket"]), said["peer"])
-
-        return Pending(pending.value, finish)
-
-
-class BlocksMapped(Handle):
-    """Blocks whose pages lie where they are, until this is closed or let go, or release_async() is answered.
-
-    blocks: from the first name on. reason: why no more, one of MISS_REASONS; "none": all were, or no more fit. nbytes: of
-    `pages` that pages take which are copied there. Of each page, [blocks][layers]: raw, 1 where it is raw, else 0;
-    addresses, where it begins, a multiple of 64, in memory that can be read alone; checksums, the XXH3-64 that its bytes
-    should have: the daemon has not compared them. Both are arrays of 64 bits that numpy.frombuffer and torch.frombuffer
-    take as they are.
-
-    The addresses are valid until this is closed, or the client, which waits for no GPU. PageCodec.copy_pages copies from them,
-    PageCodec.hash_pages compares. It belongs to its client's thread."""
-
-    __slots__ = ("blocks", "reason", "nbytes", "raw", "addresses", "checksums", "_keep")
-
-    def __init__(self, keep: object, address: int, blocks: int, reason: str, nbytes: int) -> None:
-        super().__init__(address)
-        self._keep = keep
-        self.blocks = blocks
-        self.reason = reason
-        self.nbytes = nbytes
-        addresses, checksums, raw, count = c_void_p(), c_void_p(), c_void_p(), c_uint64()
-        check(lib.kvm_mapped_pages(address, byref(addresses), byref(checksums), byref(raw), byref(count)))
-        pages = count.value
-        self.raw = ctypes.string_at(raw, pages) if pages else b""
-        self.addresses = (c_uint64 * pages)()
-        self.checksums = (c_uint64 * pages)()
-        ctypes.memmove(self.addresses, addresses, 8 * pages)
-        ctypes.memmove(self.checksums, checksums, 8 * pages)
-
-    def release_async(self, corrupt_block: int | None = None) -> Pending[None]:
-        """Gives the pages back, once they were copied: they were held all the time. UnavailableError: they were not, and
-        what was copied is of no use. corrupt_block: of those that were mapped, one whose bytes had not their checksums;
-        the daemon compares it itself, and forgets it if that is so."""
-        pending = c_void_p()
-        corrupt = _UINT32_MAX if corrupt_block is None else integer("corrupt_block", corrupt_block, 0, _UINT32_MAX - 1)
-        check(lib.kvm_release_blocks_async(self._object, corrupt, byref(pending)))
-        return Pending(pending.value, lambda values, made: None, self)
-
-
-class HandOff(Handle):
-    """A hand-off of a sequence that still grows; it keeps the sequence. Closed before finish(), it is cancelled.
-
-    ticket: the receiver's clients may claim the sequence with it from now on; peer: who has it."""
-
-    __slots__ = ("sequence", "ticket", "peer")
-
-    def __init__(self, sequence: Sequence, address: int, ticket: bytes, peer: str) -> None:
-        super().__init__(address)
-        self.sequence = sequence
-        self.ticket = ticket
-        self.peer = peer
-
-    def finish(self, blob: bytes = b"") -> HandOffOutcome:
-        """Every layer has its tokens: sends the rest, and waits until the receiver has all of it."""
-        return self.finish_async(blob).wait()
-
-    def finish_async(self, blob: bytes = b"") -> Pending[HandOffOutcome]:
-        blob, pending = data("blob", blob), c_void_p()
-        check(lib.kvm_finish(self._object, blob, len(blob), byref(pending)))
-        return Pending(pending.value, _outcome, self)
-
-
-class Claimed(NamedTuple):
-    """tokens: how many the sequence has; blob: what the sender's engine said."""
-
-    sequence: Sequence
-    tokens: int
-    blob: bytes
-
-
-def warn_unpinned(said: bytes) -> None:
-    """What a call that maps blocks left as text."""
-    why = json.loads(said)["unpinned"]
-    warnings.warn(f"the daemon's memory could not be pinned for the GPU, copies are slower: {why}", RuntimeWarning)
-
-
 def miss_reason(number: int) -> str:
     return MISS_REASONS[number] if 0 <= number < len(MISS_REASONS) else "not_found"
 
@@ -616,28 +452,17 @@ def _counted(field: str, values: Iterable[int], count: int) -> list[int]:
     return given
 
 
-def _options(timeout_ms: int, room_ms: int, will_append: bool) -> _lib.HandOffOptions:
-    waits = (integer("timeout_ms", timeout_ms, 0, _INT64_MAX), integer("room_ms", room_ms, 0, _INT64_MAX))
-    return _lib.HandOffOptions(*waits, bool(will_append))
-
-
 def _range_of(pages: ArenaTensor) -> _lib.TensorRange:
     if not hasattr(pages, "arena"):
         raise invalid("pages", type(pages).__name__, "a tensor of an arena: arena.tensor((nbytes,), 'uint8')")
     return _lib.TensorRange(pages.data_ptr(), pages.nbytes)
 
 
-def _names(names: BlockNames) -> BlockNames:
-    if not isinstance(names, BlockNames):
-        raise invalid("names", type(names).__name__, "BlockNames: block_names() or external_names() makes them")
-    return names
-
-
 def _retained(call: Any, *of: Any, names: BlockNames, priority: int, ttl_ms: int) -> Retained:
     """What kvm_retain or its like, of what `of` says, answers."""
     values = (c_uint64 * 3)()
     priority, ttl_ms = integer("priority", priority, 0, 100), integer("ttl_ms", ttl_ms, 0, _INT64_MAX)
-    check(call(*of, _names(names).data, len(names), priority, ttl_ms, values))
+    check(call(*of, checked(names).data, len(names), priority, ttl_ms, values))
     return Retained(values[0], values[1])
 
 
@@ -648,12 +473,12 @@ def _match(result: _lib.MatchResult) -> PrefixMatch:
 def _prefetched(call: Any, *of: Any, names: BlockNames) -> PrefixMatch:
     """What kvm_prefetch or its like, of what `of` says, answers."""
     result = _lib.MatchResult()
-    check(call(*of, _names(names).data, len(names), result))
+    check(call(*of, checked(names).data, len(names), result))
     return _match(result)
 
 
 def _prefixes(prefixes: Iterable[BlockNames | None]) -> tuple[bytes, ctypes.Array[c_uint32], int]:
-    given = [BlockNames() if each is None else _names(each) for each in prefixes]
+    given = [BlockNames() if each is None else checked(each) for each in prefixes]
     return b"".join(each.data for each in given), (c_uint32 * len(given))(*map(len, given)), len(given)
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from . import _lib, arena
 from ._lib import Handle, check, lib
 from ._tensor import rows
-from .cache import Cache, Entries, Sequence, StepEntries
+from .cache import Cache, Entries, StepEntries
 from .errors import encoded, integer, invalid
+from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .client import Client

@@ -51,3 +51,9 @@ class BlockNames(Sequence[bytes]):
 
     def __repr__(self) -> str:
         return f"BlockNames({len(self)} blocks)"
+
+
+def checked(names: object) -> BlockNames:
+    if not isinstance(names, BlockNames):
+        raise invalid("names", type(names).__name__, "BlockNames: block_names() or external_names() makes them")
+    return names

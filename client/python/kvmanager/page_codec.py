@@ -14,7 +14,8 @@ from typing import Any, Sequence
 
 from . import _lib
 from ._lib import BringRoom, Brought, Handle, PagedCaches, PagedSave, Rows, check, lib
-from .cache import Cache, warn_unpinned
+from .blocks_mapped import warn_unpinned
+from .cache import Cache
 from .errors import encoded, integer, invalid
 from .names import BlockNames
 

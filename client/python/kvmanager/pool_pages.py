@@ -15,7 +15,7 @@ import torch
 
 from ._link import Session
 from .arena import Arena
-from .cache import BlockNames, Cache, Entries, Sequence
+from .cache import BlockNames, Cache, Entries
 from .errors import (
     DeadlineExceededError,
     Error,
@@ -28,6 +28,7 @@ from .host_pool import PageCopier, Piece, Pieces, Pool, Sides, strides_of
 from .page_codec import LOADED, UNMAPPED, PageCodec
 from .paged import Extent, Staging
 from .pending import Pending
+from .sequence import Sequence
 
 logger = logging.getLogger("sglang.kvmanager")
 

@@ -32,7 +32,7 @@ from typing import Callable
 import torch
 
 from .arena import Arena, ArenaTensor
-from .cache import BlocksMapped
+from .blocks_mapped import BlocksMapped
 from .page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, PAGE_ALIGN, PageCodec
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
-from ..cache import BlocksMapped, Cache
+from ..blocks_mapped import BlocksMapped
+from ..cache import Cache
 from ..paged import Fence
 from ..pending import Pending
 from ..stored import Extent
