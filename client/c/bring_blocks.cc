@@ -32,15 +32,11 @@ class Bringing final : public BlockLoadWork {
   }
   absl::Status Copy(const MappedBlocks& mapped, uint32_t at, uint32_t place) override {
     if (!mapped.pinned.ok()) unpinned_ = mapped.pinned;
-    given_.resize(size_t{groups_} * mapped.blocks);
-    for (uint32_t group = 0; group < groups_; ++group) {
-      std::copy_n(ids_ + group * names_.size() + at, mapped.blocks, given_.data() + group * mapped.blocks);
-    }
     const PagedLoad load{.raw = {room_.raw[0], room_.raw[1]},
                          .stored = {room_.stored[0], room_.stored[1]},
                          .blocks = room_.blocks,
                          .extents = extents_,
-                         .ids = given_.data(),
+                         .ids = TakeIds(ids_, groups_, names_.size(), at, mapped.blocks, &given_),
                          .groups = groups_,
                          .list = room_.lists + place * room_.list_bytes,
                          .list_device = room_.lists_device + place * room_.list_bytes,

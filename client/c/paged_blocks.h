@@ -2,8 +2,10 @@
 // many blocks, in one call.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "client/c/kvmanager.h"
@@ -18,6 +20,16 @@ absl::Status CheckPaged(const PageCodecObject& object);
 inline bool KeepsRaw(const PageCodecObject& object, uint32_t block, uint32_t layer) {
   const CodecInfo& info = object.codec->info();
   return !info.identity && info.keeps_raw(static_cast<int>(layer), uint64_t{block} * object.paged.tokens);
+}
+
+/// Of the groups' ids [groups][all] those of `count` blocks from `at` on, as [groups][count] in `taken`.
+inline const int64_t* TakeIds(const int64_t* ids, uint32_t groups, uint32_t all, uint32_t at, uint32_t count,
+                              std::vector<int64_t>* taken) {
+  taken->resize(size_t{groups} * count);
+  for (size_t group = 0; group < groups; ++group) {
+    std::copy_n(ids + group * all + at, count, taken->data() + group * count);
+  }
+  return taken->data();
 }
 
 /// Of one call's blocks; fields as kvm_bring_room's.
@@ -56,7 +68,7 @@ class StreamCount {
   uint32_t asked_ = 0;
 };
 
-/// A moment, while nothing passes.
+/// A moment, while nothing passes. The thread's timers are precise from then on.
 void RestOnStream();
 /// Until streams are idle, or their GPU has failed.
 void DrainStreams(const Device& device, std::initializer_list<CUstream_st*> streams);

@@ -97,16 +97,11 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
   absl::Status Begin(BlockPart* part) override {
     const kvm_store_staging& staging = stagings_[part->staging];
     void* const range = ranges_[part->range];
-    given_.resize(size_t{groups_} * part->count);
-    for (uint32_t group = 0; group < groups_; ++group) {
-      std::copy_n(ids_.data() + size_t{group} * blocks_ + part->at, part->count,
-                  given_.data() + size_t{group} * part->count);
-    }
     const bool direct = room_.direct != 0;
     const kvm_save save{.raw = direct && identity() ? range : staging.raw,
                         .stored = direct ? range : staging.stored,
                         .host = direct ? nullptr : range,
-                        .ids = given_.data(),
+                        .ids = TakeIds(ids_.data(), groups_, blocks_, part->at, part->count, &given_),
                         .list = staging.list,
                         .list_device = staging.list_device,
                         .declined = staging.declined,
@@ -130,22 +125,13 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
   }
   bool Declined(const BlockPart& part) const override {
     if (identity()) return false;
-    const uint32_t layers = object_->paged.layers;
+    const std::vector<uint8_t> raw = Forms(part);
     const uint32_t* const declined = stagings_[part.staging].declined;
-    uint32_t pages = 0;
-    for (uint32_t block = 0; block < part.count; ++block) {
-      for (uint32_t layer = 0; layer < layers; ++layer) pages += !KeepsRaw(*object_, first_ + part.at + block, layer);
-    }
+    const auto pages = std::count(raw.begin(), raw.end(), 0);
     return std::any_of(declined, declined + pages, [](uint32_t each) { return each != 0; });
   }
   Pending<absl::StatusOr<WriteBlocksResult>> Write(const BlockPart& part) override {
-    const uint32_t layers = object_->paged.layers;
-    std::vector<uint8_t> raw;
-    raw.reserve(size_t{part.count} * layers);
-    for (uint32_t block = 0; block < part.count; ++block) {
-      for (uint32_t layer = 0; layer < layers; ++layer)
-        raw.push_back(KeepsRaw(*object_, first_ + part.at + block, layer));
-    }
+    const std::vector<uint8_t> raw = Forms(part);
     const kvm_tensor pages{ranges_[part.range], part.bytes};
     const BlockRange range{first_ + part.at, absl::MakeConstSpan(names_).subspan(size_t{first_} + part.at, part.count),
                            ViewOf(*session, pages)};
@@ -156,6 +142,17 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
   void Drain() override { DrainStreams(*object_->device, {StreamOf(room_.save), StreamOf(room_.send)}); }
 
   bool identity() const { return object_->codec->info().identity; }
+  /// Of each page, whether it is never encoded.
+  std::vector<uint8_t> Forms(const BlockPart& part) const {
+    std::vector<uint8_t> raw;
+    raw.reserve(size_t{part.count} * object_->paged.layers);
+    for (uint32_t block = 0; block < part.count; ++block) {
+      for (uint32_t layer = 0; layer < object_->paged.layers; ++layer) {
+        raw.push_back(KeepsRaw(*object_, first_ + part.at + block, layer));
+      }
+    }
+    return raw;
+  }
   uint64_t BlockBytes(uint32_t at) const {
     uint64_t bytes = 0;
     for (uint32_t layer = 0; layer < object_->paged.layers; ++layer) {
