@@ -15,7 +15,7 @@ from rank import DEVICE, HEAD_DIM, HEADS, LAYERS, LAYOUTS, STREAM, Rank, StepPla
 from worker_case import DEADLINE_S, DIRECT_FLAGS, Gate, WorkerTestCase
 from worker_case import say_where as setUpModule  # noqa: F401
 
-import kvmanager.vllm.jobs
+import kvmanager.vllm.store_job
 import kvmanager.vllm.worker
 from kvmanager._lib import StoreSignals
 from kvmanager.paged_blocks import PagedStore
@@ -79,7 +79,7 @@ class WorkerTest(WorkerTestCase):
             patched.start()
             self.addCleanup(patched.stop)
         taken = rank.indices(ids)
-        with unittest.mock.patch.object(kvmanager.vllm.jobs, "_FIRST_BLOCKS", 8):  # all at once
+        with unittest.mock.patch.object(kvmanager.vllm.store_job, "_FIRST_BLOCKS", 8):  # all at once
             rank.store("a", hashes, ids, rows)
             self.assertTrue(begun.wait(DEADLINE_S))
         rank.step(StepPlan(preempted=True), lambda layer: rank.spoil(taken))

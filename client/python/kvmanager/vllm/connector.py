@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.logger import init_logger
 
+from . import load_ends
 from .facts import Settings, chunk_tokens_of, facts_of
 from .messages import StepPlan
 from .metrics import KvManagerPromMetrics, KvManagerStats
@@ -83,6 +84,8 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
             )
         else:
             self._worker = WorkerHalf(self._facts, self._settings, logger)
+            if self._facts.ranks == 1:
+                load_ends.show(transfer, self._worker.load_ends)
 
     def _off(self, why: object) -> None:
         if self._settings.required:
@@ -175,7 +178,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
 
     def build_connector_worker_meta(self) -> Any:
         """What the scheduler's planner goes by. Behind the ends of loads, in a step."""
-        return self._worker.meter.take() if self._worker is not None else None
+        return self._worker.load_times() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         half = self._worker or self._scheduler
@@ -204,7 +207,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:
-            self._scheduler.worked(connector_output)
+            self._scheduler.worked(connector_output, load_ends.shown(self._kv_transfer_config))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request) if self._scheduler is not None else (False, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -23,26 +22,17 @@ class LoadTimes(getattr(base, "KVConnectorWorkerMetadata", object)):
 
 
 class LoadMeter:
-    """ended() is for the link's thread, where loads run one after the other, take() for the worker's."""
+    """Of one link's thread, where loads run one after the other."""
 
     def __init__(self) -> None:
-        self._last = float("-inf")  # when a load ended; the link's thread
-        self._lock = threading.Lock()  # of what follows
-        self._times: dict[str, tuple[float, float]] = {}
+        self._last = float("-inf")  # when a load ended
 
-    def ended(self, name: str, began: float, now: float, whole: bool) -> None:
-        """Before the load's end is reported. began: when the link was given it, of time.monotonic(), as now. What the link
-        did first, other than loads, is of its own time."""
+    def ended(self, began: float, now: float) -> tuple[float, float]:
+        """As LoadTimes has it. began: when the link was given it, of time.monotonic(), as now. What the link did first, other than
+        loads, is of its own time."""
         waited = max(0.0, self._last - began)
         self._last = now
-        if whole:
-            with self._lock:
-                self._times[name] = (waited, now - began - waited)
-
-    def take(self) -> LoadTimes | None:
-        with self._lock:
-            taken, self._times = self._times, {}
-        return LoadTimes(taken) if taken else None
+        return waited, now - began - waited
 
 
 __all__ = ["LoadMeter", "LoadTimes"]

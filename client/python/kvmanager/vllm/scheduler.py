@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from .._link import Link, Session
 from ..errors import Error
 from .facts import Facts, Settings, tenant_of
+from .load_ends import LoadEnds
 from .measured import LoadTimes
 from .messages import Finish, Load, StepPlan, Store
 from .metrics import KvManagerStats
@@ -397,9 +398,13 @@ class SchedulerHalf:
             return {**told, "kvmanager_blocks": 0, "kvmanager_era": self._era}
         return {**told, "kvmanager_blocks": state.stored, "kvmanager_era": state.era}
 
-    def worked(self, output: KVConnectorOutput) -> None:
-        """KVConnectorBase_V1.update_connector_output."""
+    def worked(self, output: KVConnectorOutput, ends: LoadEnds | None = None) -> None:
+        """KVConnectorBase_V1.update_connector_output, behind which vLLM reads `output`. ends: of this engine's worker, if it is in this
+        process: what has ended since the output was made is added to it."""
         self._sending.difference_update(output.finished_sending or ())
+        if ends is not None and (whole := ends.take_whole()):
+            output.finished_recving = {*(output.finished_recving or ()), *whole}
+            self._load_times.update({name: times for name, times in whole.items() if times is not None})
         self._measure(output)
         invalid = getattr(output, "invalid_block_ids", None) or set()
         failed = getattr(output, "failed_recving", None) or set()

@@ -1,9 +1,10 @@
 """The half of the connector in a vLLM worker: brings blocks of the paged cache to the daemon and back, in stored form.
 
 The engine's thread records events and hands jobs over. What begins copies, and waits for them and for the daemon, is
-the link's thread (jobs.py). A store's blocks are copied into raw pages, encoded by the engine's own device (stored.py), and written to
-the daemon a few at a time, all layers in one call; loads go the other way. Copies are ordered by events: a store's begin
-behind the step that computed its blocks, a load's behind what the engine's stream was given before.
+the link's thread (store_job.py, jobs.py). A store's blocks are copied into raw pages, encoded by the engine's own device
+(stored.py), and written to the daemon a few at a time, all layers in one call; loads go the other way. Copies are ordered
+by events: a store's begin behind the step that computed its blocks, a load's behind what the engine's stream was given
+before.
 
 Stores wait for room, in their order: blocks of a finished request are kept until stores have copied them. Those that are
 taken from a preempted one, or that leave a window, are written after the copies that were begun, and others are not stored.
@@ -22,13 +23,14 @@ from ..page_codec import PageCodec
 from ..paged import Fence, PagedCopy
 from ..stored import Extent, Extents, Geometry, range_bytes
 from .facts import Facts, Settings
-from .jobs import FinishJob, LoadJob, StoreJob
+from .jobs import FinishJob, LoadJob
 from .load_ends import LoadEnds
 from .mapped_load import CALLS, MAPPED_PAGES_MAX
-from .measured import LoadMeter
+from .measured import LoadMeter, LoadTimes
 from .messages import Load, StepPlan, Store
 from .metrics import KvManagerStats
 from .packing import packing_of
+from .store_job import StoreJob
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +79,8 @@ class WorkerHalf:
         self._reading: dict[str, list[StoreJob]] = {}  # whose blocks may still be read, by request
         self._hashes: dict[str, tuple[str, list[bytes]]] = {}  # tenant and hashes of what was stored, by request
         self._reports: set[str] = set()  # requests whose blocks wait for their stores
-        self._load_ends = LoadEnds()
+        self.load_ends = LoadEnds()
+        self._load_times: dict[str, tuple[float, float]] = {}  # of loads whose end was said, but not this
         self._lock = threading.Lock()  # of what follows
         self._stats = KvManagerStats()
         self.link: Link | None = None  # once the caches are known
@@ -290,7 +293,7 @@ class WorkerHalf:
         after = self.copies.here() if plan.loads and self.copies is not None else Fence()
         for load in plan.loads:
             job = LoadJob(self, load, after)
-            self._load_ends.begin(load.request, len(load.hashes) - load.first)
+            self.load_ends.begin(load.request, len(load.hashes) - load.first)
             if not self._submit(job, urgent=True):
                 job.fail(UnavailableError("the daemon is away"))
 
@@ -338,7 +341,7 @@ class WorkerHalf:
 
     def wait_for_loads(self, computes: bool) -> None:
         """Of a step that computes nothing: a moment, where some are under way."""
-        self._load_ends.wait(computes)
+        self.load_ends.wait(computes)
 
     def results(self) -> tuple[set[str], set[str], dict[str, set[int]]]:
         """Since the last call: requests whose blocks are no longer read; those whose load has ended; of these, what was
@@ -351,8 +354,14 @@ class WorkerHalf:
                 del self._reading[name]
         sent = {name for name in self._reports if name not in self._reading}
         self._reports -= sent
-        ended = self._load_ends.take()
-        return sent, set(ended), {request: missing for request, missing in ended.items() if missing is not None}
+        ended = self.load_ends.take()
+        self._load_times.update({name: end.times for name, end in ended.items() if end.missing is None and end.times is not None})
+        return sent, set(ended), {name: end.missing for name, end in ended.items() if end.missing is not None}
+
+    def load_times(self) -> LoadTimes | None:
+        """Behind results(). None: the scheduler needs not hear of the step."""
+        taken, self._load_times = self._load_times, {}
+        return LoadTimes(taken) if taken or self.load_ends.pending else None
 
     # What jobs call, on the link's thread.
 
@@ -381,13 +390,13 @@ class WorkerHalf:
             extent.decode(count, forms, fetched=fetched)
         return copies.load_blocks(extent.raw, count, ids, after)
 
-    def loaded(self, load: Load, blocks: int) -> None:
+    def loaded(self, load: Load, blocks: int, times: tuple[float, float] | None = None) -> None:
         """Also the worker's thread."""
         missing = None
         if blocks < len(load.hashes) - load.first:
             missing = {each for each in load.block_ids[0][blocks:] if each}
             self.count("loads_failed")
-        self._load_ends.end(load.request, missing)
+        self.load_ends.end(load.request, missing, times)
 
     def count(self, name: str, amount: float = 1) -> None:
         if amount:
