@@ -106,12 +106,12 @@ class Worker:
         began, end = time.perf_counter(), time.perf_counter() + DEADLINE_S
         self.half.start_loads(StepPlan(loads=[Load(name, "", hashes, 0, (ids,))]))
         while True:
+            self.half.wait_for_loads(computes=False)  # as a step that has nothing else to do
             _, received, failed = self.half.results()
             if name in received:
                 break
             if time.perf_counter() > end:
                 raise RuntimeError("a load does not end")
-            time.sleep(0.0001)
         seconds = time.perf_counter() - began
         if name in failed:
             raise RuntimeError(f"{len(failed[name])} of {len(hashes)} blocks were not found: raise --pool-gib")
