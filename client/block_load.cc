@@ -24,7 +24,9 @@ absl::Status BlockLoad::Run() {
 
 absl::Status BlockLoad::RunOn() {
   while (true) {
-    if (!ended_ && next_ < options_.count && asked_.size() < kAsked) {
+    // The first call is answered sooner alone; those behind it are asked while its blocks are copied.
+    const size_t ahead = copies_ == 0 ? 1 : kAsked;
+    if (!ended_ && next_ < options_.count && asked_.size() < ahead) {
       Ask();
     } else if (!ended_ && !asked_.empty() && copying_.size() < options_.calls) {
       KV_RETURN_IF_ERROR(TakeMapped());

@@ -41,9 +41,10 @@ absl::StatusOr<BlockStore::State> BlockStore::RunOn(const BlockStoreSignals& sig
 }
 
 absl::Status BlockStore::LookUp(uint32_t waiting) {
-  if (options_.ahead) KV_RETURN_IF_ERROR(BeginNext(waiting).status());
   looked_up_ = true;
   if (stopped_) return absl::OkStatus();
+  work_.Ask();
+  if (options_.ahead) KV_RETURN_IF_ERROR(BeginNext(waiting).status());
   KV_ASSIGN_OR_RETURN(const uint32_t present, work_.Present());
   present_ = std::min(present - std::min(present, options_.first), options_.count);
   if (present_ > next_) {

@@ -35,7 +35,9 @@ struct BlockPart {
 class BlockStoreWork {
  public:
   virtual ~BlockStoreWork() = default;
-  /// How many of the store's blocks the daemon has, from the first of the sequence on.
+  /// Asks the daemon which of the store's blocks it has.
+  virtual void Ask() = 0;
+  /// Then: how many, from the first of the sequence on.
   virtual absl::StatusOr<uint32_t> Present() = 0;
   /// How many of `count` blocks from `at` on have room in a staging and a range: 1..count.
   virtual uint32_t Fits(uint32_t at, uint32_t count) const = 0;

@@ -32,9 +32,13 @@ class FakeWork final : public BlockStoreWork {
   FakeWork(const BlockStore::Options& options, const World& world, uint32_t seed)
       : options_(options), world_(world), random_(seed) {}
 
+  void Ask() override {
+    EXPECT_EQ(begun.size(), 0u);
+    ++asks;
+  }
   absl::StatusOr<uint32_t> Present() override {
     EXPECT_EQ(begun.size(), options_.ahead ? 1u : 0u);
-    ++lookups;
+    EXPECT_EQ(++lookups, asks);
     return world_.present;
   }
   uint32_t Fits(uint32_t at, uint32_t count) const override {
@@ -96,7 +100,7 @@ class FakeWork final : public BlockStoreWork {
 
   std::vector<BlockPart> begun, written;
   uint64_t encoded = 0;
-  uint32_t under_way = 0, lookups = 0, rests = 0;
+  uint32_t under_way = 0, asks = 0, lookups = 0, rests = 0;
   bool drained = false;
 
  private:

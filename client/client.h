@@ -576,8 +576,12 @@ class Cache {
   virtual const CacheDescription& description() const = 0;  // as of OpenCache
   virtual absl::StatusOr<CacheDescription> Refresh() = 0;
 
-  virtual absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes,
-                                                         const MatchOptions& options) = 0;
+  absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes,
+                                                 const MatchOptions& options) {
+    return MatchAsync(prefixes, options).Wait();
+  }
+  virtual Pending<absl::StatusOr<std::vector<PrefixMatch>>> MatchAsync(
+      absl::Span<const absl::Span<const BlockName>> prefixes, const MatchOptions& options) = 0;
   absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes) {
     return Match(prefixes, {});
   }

@@ -226,23 +226,26 @@ class CacheImpl final : public Cache {
     });
   }
 
-  using Cache::Match;
-  absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes,
-                                                 const MatchOptions& options) override {
+  Pending<absl::StatusOr<std::vector<PrefixMatch>>> MatchAsync(absl::Span<const absl::Span<const BlockName>> prefixes,
+                                                               const MatchOptions& options) override {
     using Result = absl::StatusOr<std::vector<PrefixMatch>>;
-    KV_RETURN_IF_ERROR(handle_.Usable());
-    KV_ASSIGN_OR_RETURN(const uint64_t bytes, PrefixBytes(prefixes));
-    auto request = handle_.cap().matchRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+    if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+    const auto bytes = PrefixBytes(prefixes);
+    if (!bytes.ok()) return Ready<Result>(bytes.status());
+    auto request = handle_.cap().matchRequest(capnp::MessageSize{*bytes / sizeof(capnp::word), 0});
     WritePrefixes(prefixes, request.initRequests(uint(prefixes.size())));
     request.setPrefetch(options.prefetch);
-    return handle_.connection().Call<Result>(std::move(request), [&](auto& response) -> Result {
-      KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
-      const auto results = response.getResults();
-      KV_RETURN_IF_ERROR(CheckCount(results.size(), prefixes.size()));
-      std::vector<PrefixMatch> matches;
-      for (const auto result : results) matches.push_back(FromWire(result));
-      return matches;
-    });
+    return handle_.connection().CallLater<Result>(
+        std::move(request),
+        [count = prefixes.size()](auto& response) -> Result {
+          KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+          const auto results = response.getResults();
+          KV_RETURN_IF_ERROR(CheckCount(results.size(), count));
+          std::vector<PrefixMatch> matches;
+          for (const auto result : results) matches.push_back(FromWire(result));
+          return matches;
+        },
+        handle_.connection().options().deadline_ms);
   }
 
   absl::StatusOr<std::vector<absl::StatusOr<CreatedSequence>>> CreateSequences(

@@ -4,8 +4,8 @@
 #include <optional>
 #include <vector>
 
-#include "absl/types/span.h"
 #include "client/block_load.h"
+#include "client/c/block_hashes.h"
 #include "client/c/describe.h"
 #include "client/c/object.h"
 #include "client/c/paged_blocks.h"
@@ -16,18 +16,18 @@ namespace {
 class Bringing final : public BlockLoadWork {
  public:
   Bringing(const PageCodecObject& object, CacheObject& cache, const kvm_bring_room& room, uint32_t first,
-           absl::Span<const BlockName> names, const int64_t* ids, uint32_t groups)
+           const kvm_hashes& hashes, const int64_t* ids, uint32_t groups)
       : object_(object),
         cache_(cache),
         room_(room),
         first_(first),
-        names_(names),
+        named_(hashes),
         ids_(ids),
         groups_(groups),
         copied_(room.copied) {}
 
   Pending<absl::StatusOr<MappedBlocks>> Map(uint32_t at, uint32_t count) override {
-    const BlockRange range{first_ + at, names_.subspan(at, count), TensorView{}};
+    const BlockRange range{first_ + at, named_.Names(cache_.handle->description().digest, at, count), TensorView{}};
     return cache_.handle->MapBlocksAsync(range, PinnerFor(*cache_.session, object_.device->info().ordinal));
   }
   absl::Status Copy(const MappedBlocks& mapped, uint32_t at, uint32_t place) override {
@@ -36,7 +36,7 @@ class Bringing final : public BlockLoadWork {
                          .stored = {room_.stored[0], room_.stored[1]},
                          .blocks = room_.blocks,
                          .extents = extents_,
-                         .ids = TakeIds(ids_, groups_, names_.size(), at, mapped.blocks, &given_),
+                         .ids = TakeIds(ids_, groups_, named_.count(), at, mapped.blocks, &given_),
                          .groups = groups_,
                          .list = room_.lists + place * room_.list_bytes,
                          .list_device = room_.lists_device + place * room_.list_bytes,
@@ -68,7 +68,7 @@ class Bringing final : public BlockLoadWork {
   CacheObject& cache_;
   const kvm_bring_room& room_;
   const uint32_t first_;
-  const absl::Span<const BlockName> names_;
+  NamedByHashes named_;
   const int64_t* const ids_;
   const uint32_t groups_;
   StreamCount copied_;
@@ -88,7 +88,7 @@ using namespace kvmanager::client::c;  // NOLINT
 extern "C" {
 
 int kvm_bring_blocks(kvm_object* codec, kvm_object* cache, const kvm_bring_room* room, uint32_t first,
-                     const uint8_t* names, const int64_t* ids, uint32_t groups, uint32_t blocks, kvm_brought* brought) {
+                     const kvm_hashes* hashes, const int64_t* ids, uint32_t groups, kvm_brought* brought) {
   *brought = {};
   return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
     KV_ASSIGN_OR_RETURN(CacheObject * of, Use<CacheObject>(cache));
@@ -98,11 +98,13 @@ int kvm_bring_blocks(kvm_object* codec, kvm_object* cache, const kvm_bring_room*
           std::pair("room.call_blocks", room->call_blocks), std::pair("room.first_blocks", room->first_blocks)}) {
       if (value == 0) return InvalidField(field, 0, "at least 1");
     }
-    const absl::Span<const BlockName> named(reinterpret_cast<const BlockName*>(names), blocks);
-    Bringing work(object, *of, *room, first, named, ids, groups);
-    BlockLoad load(
-        {.count = blocks, .calls = room->calls, .first_blocks = room->first_blocks, .call_blocks = room->call_blocks},
-        &work);
+    KV_RETURN_IF_ERROR(CheckHashes(*hashes));
+    Bringing work(object, *of, *room, first, *hashes, ids, groups);
+    BlockLoad load({.count = hashes->count,
+                    .calls = room->calls,
+                    .first_blocks = room->first_blocks,
+                    .call_blocks = room->call_blocks},
+                   &work);
     KV_RETURN_IF_ERROR(load.Run());
     *brought = {load.blocks(), static_cast<uint32_t>(load.reason()), work.bytes()};
     Leave(work.unpinned().ok() ? "" : Text({{"unpinned", std::string(work.unpinned().message())}}));

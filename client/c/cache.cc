@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/c/block_hashes.h"
 #include "client/c/describe.h"
 #include "client/c/object.h"
-#include "kvmanager/base/sha256.h"
 
 namespace kvmanager::client::c {
 namespace {
@@ -104,26 +104,14 @@ int kvm_name_blocks(const uint8_t* digest, const uint32_t* ids, uint64_t count, 
   });
 }
 
-int kvm_name_hashes(const uint8_t* digest, const uint8_t* hashes, const uint32_t* sizes, uint32_t count,
-                    uint8_t* names) {
-  constexpr uint32_t kHashBytesMax = 64;
-  // The words' last byte is 0.
-  static constexpr char kBlock[] = "kvmanager external block", kTokens[] = "kvmanager external tokens";
-  static constexpr absl::Span<const char> kWords[] = {kBlock, kTokens};
+int kvm_name_hashes(const uint8_t* digest, const kvm_hashes* hashes, uint8_t* names) {
   return Guard([&]() -> absl::Status {
-    kvmanager::Sha256Stream stream;
-    for (uint32_t i = 0; i < count; ++i) {
-      if (sizes[i] < 1 || sizes[i] > kHashBytesMax) {
-        return kvmanager::InvalidField(absl::StrCat("hash ", i), absl::StrCat(sizes[i], " bytes"),
-                                       absl::StrCat("1..", kHashBytesMax));
-      }
-      for (const absl::Span<const char> word : kWords) {
-        stream.Add({reinterpret_cast<const uint8_t*>(word.data()), word.size()});
-        const kvmanager::Digest name = stream.Add({digest, sizeof(kvmanager::Digest)}).Add({hashes, sizes[i]}).Finish();
-        names = std::copy(name.bytes.begin(), name.bytes.end(), names);
-      }
-      hashes += sizes[i];
-    }
+    KV_RETURN_IF_ERROR(CheckHashes(*hashes));
+    kvmanager::CacheDigest cache;
+    std::memcpy(cache.bytes.data(), digest, cache.bytes.size());
+    NamedByHashes by(*hashes);
+    const auto made = by.Names(cache, 0, by.count());
+    if (!made.empty()) std::memcpy(names, made.data(), made.size() * sizeof(kvmanager::BlockName));
     return absl::OkStatus();
   });
 }

@@ -101,10 +101,14 @@ KVM_API int kvm_refresh(kvm_object* cache); /* text: the description */
  */
 KVM_API int kvm_name_blocks(const uint8_t* digest, const uint32_t* ids, uint64_t count, int32_t page_tokens,
                             uint8_t* names);
-/* Names by an engine's own hashes of blocks, of sizes[i] bytes each, 1..64, one behind the other: SHA-256 of a word,
- * the cache's digest and the hash. names: [count] of 64 bytes, out. */
-KVM_API int kvm_name_hashes(const uint8_t* digest, const uint8_t* hashes, const uint32_t* sizes, uint32_t count,
-                            uint8_t* names);
+/* An engine's own hashes of blocks, of sizes[i] bytes each, 1..64, one behind the other. */
+typedef struct {
+  const uint8_t* bytes;
+  const uint32_t* sizes;
+  uint32_t count;
+} kvm_hashes;
+/* Names by them: SHA-256 of a word, the cache's digest and the hash. names: [count] of 64 bytes, out. */
+KVM_API int kvm_name_hashes(const uint8_t* digest, const kvm_hashes* hashes, uint8_t* names);
 
 /* names: those of all prefixes behind one another; blocks: [prefixes]. prefetch: not 0: what only the disk has of the
  * hits begins to come to host memory (client/client.h, MatchOptions). */
@@ -262,14 +266,13 @@ typedef struct {
   uint64_t bytes;
 } kvm_brought;
 /* Brings blocks, of which the first is block `first` of its sequence, out of the daemon's memory into the engine's
- * caches, behind what `load` was given; returns when they are there. names: [blocks][64]; ids: [groups][blocks] of the
- * engine's blocks, 0: not wanted. cache: of the same connection. What was copied is compared with its checksums by the
- * GPU, and was held all the time. Text: empty, or {"unpinned"}: why copies are slow. Errors as of
- * kvm_map_blocks_async, the GPU's, and UNAVAILABLE where it was not held; then blocks of the engine's hold anything,
- * and nothing is under way. */
+ * caches, behind what `load` was given; returns when they are there. hashes: [blocks], by which they are named; ids:
+ * [groups][blocks] of the engine's blocks, 0: not wanted. cache: of the same connection. What was copied is compared
+ * with its checksums by the GPU, and was held all the time. Text: empty, or {"unpinned"}: why copies are slow. Errors
+ * as of kvm_map_blocks_async, the GPU's, and UNAVAILABLE where it was not held; then blocks of the engine's hold
+ * anything, and nothing is under way. */
 KVM_API int kvm_bring_blocks(kvm_object* codec, kvm_object* cache, const kvm_bring_room* room, uint32_t first,
-                             const uint8_t* names, const int64_t* ids, uint32_t groups, uint32_t blocks,
-                             kvm_brought* brought);
+                             const kvm_hashes* hashes, const int64_t* ids, uint32_t groups, kvm_brought* brought);
 /* Brings blocks of the engine's caches, the first of which is block first_block of its sequence, to `host`, as
  * kvm_write_blocks_async wants them; only begun. host: NULL: they stay in `stored`, such as a device arena. raw,
  * stored: a staging as a load's, with room for `count` blocks. They are copied and encoded on `save`, and copied to
@@ -330,12 +333,12 @@ typedef struct {
   uint64_t written_bytes, nanoseconds;
 } kvm_stored;
 /* A store of `blocks` blocks of the engine's caches, of which the first is block `first` of its sequence, behind what
- * `save` was given. names: [first + blocks][64]; ids: [groups][blocks], none 0. All is read when this returns, but for
- * what `room` points to on the GPU and in pinned memory, which stays until no store is under way. read: out, a word
- * that is 1 once nothing reads the engine's blocks any more, nor will; valid until the store is released. */
-KVM_API int kvm_create_store(kvm_object* codec, const kvm_store_room* room, uint32_t first, const uint8_t* names,
-                             const int64_t* ids, uint32_t groups, uint32_t blocks, kvm_object** store,
-                             const uint32_t** read);
+ * `save` was given. hashes: [first + blocks], by which they are named; ids: [groups][blocks], none 0. All is read when
+ * this returns, but for what `room` points to on the GPU and in pinned memory, which stays until no store is under way.
+ * read: out, a word that is 1 once nothing reads the engine's blocks any more, nor will; valid until the store is
+ * released. */
+KVM_API int kvm_create_store(kvm_object* codec, const kvm_store_room* room, uint32_t first, const kvm_hashes* hashes,
+                             const int64_t* ids, uint32_t groups, kvm_object** store, const uint32_t** read);
 /* Runs it. codec, cache: the same each time, of the connection. Text: why the daemon had no room, or empty. Errors: the
  * GPU's and the daemon's; then nothing is under way. Errors of the arguments run nothing, and leave `stored` as it is.
  */

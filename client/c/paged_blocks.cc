@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -53,6 +54,35 @@ class ItemList {
   uint32_t count_ = 0;
 };
 
+// Copies on the GPU, of which those that lie side by side on both sides are one: a launch takes as long as a small
+// copy.
+class JoinedCopies {
+ public:
+  JoinedCopies(const Device& device, CUstream_st* stream) : device_(device), stream_(stream) {}
+
+  absl::Status Add(uint8_t* to, const uint8_t* from, size_t bytes) {
+    if (to != to_ + bytes_ || from != from_ + bytes_) {
+      KV_RETURN_IF_ERROR(Enqueue());
+      to_ = to;
+      from_ = from;
+    }
+    bytes_ += bytes;
+    return absl::OkStatus();
+  }
+  /// What was added.
+  absl::Status Enqueue() {
+    const size_t bytes = std::exchange(bytes_, 0);
+    return bytes == 0 ? absl::OkStatus() : device_.EnqueueCopy(stream_, to_, from_, bytes);
+  }
+
+ private:
+  const Device& device_;
+  CUstream_st* const stream_;
+  uint8_t* to_ = nullptr;
+  const uint8_t* from_ = nullptr;
+  size_t bytes_ = 0;
+};
+
 // Some blocks of a load, in one of its stagings.
 class ExtentLoad {
  public:
@@ -97,11 +127,11 @@ class ExtentLoad {
   uint8_t* raw_page(size_t page) const { return raw_ + page * object_.codec->layout().raw_bytes(); }
 
   absl::Status Decode(CUstream_st* stream) const {
-    const size_t raw_bytes = object_.codec->layout().raw_bytes();
+    JoinedCopies copies(*object_.device, stream);
     for (size_t i = 0; i < pages_; ++i) {
-      if (!raw(i)) continue;
-      KV_RETURN_IF_ERROR(object_.device->EnqueueCopy(stream, raw_page(i), stored_pages_[i].data, raw_bytes));
+      if (raw(i)) KV_RETURN_IF_ERROR(copies.Add(raw_page(i), stored_pages_[i].data, stored_pages_[i].bytes));
     }
+    KV_RETURN_IF_ERROR(copies.Enqueue());
     const DeviceDecodeItem* const to_device = list_.device_items() + first_item_;
     return ForEachRun(*object_.device_codec, list_.items() + first_item_, last_item_ - first_item_,
                       [&](const DeviceCodec& of, uint32_t begin, uint32_t pages) {
@@ -181,14 +211,15 @@ class Saving {
     const PagedBlocks blocks{raw_page(at * layers()), list_.device_ids() + at, list_.ids_stride(), count};
     KV_RETURN_IF_ERROR(EnqueuePagedCopy(object_.paged, object_.paged_layers, blocks, /*into_cache=*/false, stream));
     const uint32_t first = encoded_;
+    JoinedCopies copies(*object_.device, stream);
     for (uint32_t i = at * layers(); i < (at + count) * layers(); ++i) {
       if (encodes(i)) {
         ++encoded_;
       } else if (!identity()) {
-        const uint64_t raw_bytes = object_.codec->layout().raw_bytes();
-        KV_RETURN_IF_ERROR(object_.device->EnqueueCopy(stream, stored_page(i), raw_page(i), raw_bytes));
+        KV_RETURN_IF_ERROR(copies.Add(stored_page(i), raw_page(i), object_.codec->layout().raw_bytes()));
       }
     }
+    KV_RETURN_IF_ERROR(copies.Enqueue());
     if (encoded_ > first) {
       const DeviceEncodeItem* const to_device = list_.device_items() + first;
       KV_RETURN_IF_ERROR(ForEachRun(*object_.device_codec, list_.items() + first, encoded_ - first,

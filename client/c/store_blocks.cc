@@ -1,7 +1,6 @@
 // A whole store of an engine's blocks, run by few calls: what client/block_store.h decides is done by the engine's GPU.
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -10,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "client/block_store.h"
+#include "client/c/block_hashes.h"
 #include "client/c/object.h"
 #include "client/c/paged_blocks.h"
 
@@ -20,20 +20,20 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
  public:
   static constexpr Kind kKind = Kind::kStore;
 
-  StoreObject(std::shared_ptr<Session> of, const kvm_store_room& room, uint32_t first, const uint8_t* names,
-              const int64_t* ids, uint32_t groups, uint32_t blocks)
+  StoreObject(std::shared_ptr<Session> of, const kvm_store_room& room, uint32_t first, const kvm_hashes& hashes,
+              const int64_t* ids, uint32_t groups)
       : kvm_object(kKind, std::move(of)),
         room_(room),
         stagings_(room.staging, room.staging + room.stagings),
         ranges_(room.range, room.range + room.ranges),
         first_(first),
-        names_(size_t{first} + blocks),
-        ids_(ids, ids + size_t{groups} * blocks),
-        blocks_(blocks),
+        named_(hashes),
+        blocks_(hashes.count - first),
+        ids_(ids, ids + size_t{groups} * blocks_),
         groups_(groups),
         encoded_(room.encoded),
         store_({.first = first,
-                .count = blocks,
+                .count = blocks_,
                 .stagings = room.stagings,
                 .ranges = room.ranges,
                 .blocks = room.blocks,
@@ -41,13 +41,13 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
                 .ahead = room.direct != 0,
                 .writes = room.writes,
                 .first_blocks = std::min(room.first_blocks, room.blocks)},
-               this) {
-    static_assert(sizeof(BlockName) == 64);
-    std::memcpy(names_.data(), names, names_.size() * sizeof(BlockName));
-  }
+               this) {}
 
   /// Calls under way are cancelled; it waits for no GPU.
-  void Drop() override { store_.Cancel(); }
+  void Drop() override {
+    asked_.reset();
+    store_.Cancel();
+  }
   const std::atomic<uint32_t>& read() const { return store_.read(); }
   void Stop() { store_.Stop(); }
 
@@ -73,18 +73,21 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
  private:
   using Clock = std::chrono::steady_clock;
 
+  void Ask() override { asked_.emplace(Match(first_ + 1)); }
   absl::StatusOr<uint32_t> Present() override {
     // The daemon has a block only with those before it: mostly it lacks the first, and the others need not be named.
-    KV_ASSIGN_OR_RETURN(uint32_t hit, Match(size_t{first_} + 1));
-    if (hit > first_ && blocks_ > 1) {
-      KV_ASSIGN_OR_RETURN(hit, Match(names_.size()));
+    KV_ASSIGN_OR_RETURN(auto matches, std::exchange(asked_, std::nullopt)->Wait());
+    if (matches[0].hit_blocks > first_ && blocks_ > 1) {
+      KV_ASSIGN_OR_RETURN(matches, Match(named_.count()).Wait());
     }
-    return hit;
-  }
-  absl::StatusOr<uint32_t> Match(size_t blocks) {
-    const absl::Span<const BlockName> names = absl::MakeConstSpan(names_).first(blocks);
-    KV_ASSIGN_OR_RETURN(const auto matches, cache_->handle->Match({&names, 1}, {}));
     return static_cast<uint32_t>(matches[0].hit_blocks);
+  }
+  Pending<absl::StatusOr<std::vector<PrefixMatch>>> Match(uint32_t blocks) {
+    const absl::Span<const BlockName> names = Names(0, blocks);
+    return cache_->handle->MatchAsync({&names, 1}, {});
+  }
+  absl::Span<const BlockName> Names(uint32_t at, uint32_t count) {
+    return named_.Names(cache_->handle->description().digest, at, count);
   }
   uint32_t Fits(uint32_t at, uint32_t count) const override {
     uint64_t bytes = 0;
@@ -133,8 +136,7 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
   Pending<absl::StatusOr<WriteBlocksResult>> Write(const BlockPart& part) override {
     const std::vector<uint8_t> raw = Forms(part);
     const kvm_tensor pages{ranges_[part.range], part.bytes};
-    const BlockRange range{first_ + part.at, absl::MakeConstSpan(names_).subspan(size_t{first_} + part.at, part.count),
-                           ViewOf(*session, pages)};
+    const BlockRange range{first_ + part.at, Names(first_ + part.at, part.count), ViewOf(*session, pages)};
     const uint64_t* const sums = stagings_[part.staging].sums;
     return cache_->handle->WriteBlocksAsync(range, raw, {sums, sums == nullptr ? 0 : raw.size()});
   }
@@ -165,9 +167,11 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
   const std::vector<kvm_store_staging> stagings_;
   const std::vector<void*> ranges_;
   const uint32_t first_;
-  std::vector<BlockName> names_;  // from the sequence's first block on
+  NamedByHashes named_;  // from the sequence's first block on
+  const uint32_t blocks_;
   const std::vector<int64_t> ids_;
-  const uint32_t blocks_, groups_;
+  const uint32_t groups_;
+  std::optional<Pending<absl::StatusOr<std::vector<PrefixMatch>>>> asked_;
   StreamCount encoded_;
   std::vector<int64_t> given_;  // of one part
   std::optional<Clock::time_point> began_;
@@ -185,8 +189,8 @@ using namespace kvmanager::client::c;  // NOLINT
 
 extern "C" {
 
-int kvm_create_store(kvm_object* codec, const kvm_store_room* room, uint32_t first, const uint8_t* names,
-                     const int64_t* ids, uint32_t groups, uint32_t blocks, kvm_object** store, const uint32_t** read) {
+int kvm_create_store(kvm_object* codec, const kvm_store_room* room, uint32_t first, const kvm_hashes* hashes,
+                     const int64_t* ids, uint32_t groups, kvm_object** store, const uint32_t** read) {
   *store = nullptr;
   *read = nullptr;
   return AskCodec(codec, [&](PageCodecObject& object) -> absl::Status {
@@ -201,7 +205,12 @@ int kvm_create_store(kvm_object* codec, const kvm_store_room* room, uint32_t fir
       return InvalidField("room.ranges", room->ranges,
                           absl::StrCat(room->stagings, ", as stagings, that are tied to them"));
     }
-    auto made = std::make_unique<StoreObject>(object.session, *room, first, names, ids, groups, blocks);
+    if (hashes->count <= first) {
+      return InvalidField("hashes.count", hashes->count,
+                          absl::StrCat("more than ", first, ", the blocks before the store"));
+    }
+    KV_RETURN_IF_ERROR(CheckHashes(*hashes));
+    auto made = std::make_unique<StoreObject>(object.session, *room, first, *hashes, ids, groups);
     static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free);
     *read = reinterpret_cast<const uint32_t*>(&made->read());
     *store = made.release();

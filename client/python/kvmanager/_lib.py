@@ -58,6 +58,10 @@ class PagedCaches(ctypes.Structure):
     ]
 
 
+class Hashes(ctypes.Structure):
+    _fields_ = [("bytes", c_char_p), ("sizes", c_void_p), ("count", c_uint32)]
+
+
 class BringRoom(ctypes.Structure):
     _fields_ = [
         ("raw", c_void_p * 2),
@@ -138,7 +142,7 @@ _CALLS = {
     "kvm_open_cache": [c_void_p, c_char_p, c_size_t, _OBJECT],
     "kvm_refresh": [c_void_p],
     "kvm_name_blocks": [c_char_p, c_void_p, c_uint64, c_int32, c_void_p],
-    "kvm_name_hashes": [c_char_p, c_char_p, c_void_p, c_uint32, c_void_p],
+    "kvm_name_hashes": [c_char_p, POINTER(Hashes), c_void_p],
     "kvm_match": [c_void_p, c_char_p, c_void_p, c_uint32, c_int32, c_void_p],
     "kvm_prefetch": [c_void_p, c_char_p, c_uint32, POINTER(MatchResult)],
     "kvm_prefetch_in_cache": [c_void_p, c_int64, c_char_p, c_uint32, POINTER(MatchResult)],
@@ -165,12 +169,12 @@ _CALLS = {
     "kvm_hash_pages": [c_void_p, c_void_p, c_void_p, c_uint32, c_void_p, c_void_p],
     "kvm_set_paged": [c_void_p, POINTER(PagedCaches)],
     "kvm_bring_blocks": [
-        c_void_p, c_void_p, POINTER(BringRoom), c_uint32, c_char_p, c_void_p, c_uint32, c_uint32, POINTER(Brought)
+        c_void_p, c_void_p, POINTER(BringRoom), c_uint32, POINTER(Hashes), c_void_p, c_uint32, POINTER(Brought)
     ],
     "kvm_load_rows": [c_void_p, c_void_p, POINTER(Rows), c_char_p, c_uint32, c_uint32, c_void_p],
     "kvm_save_blocks": [c_void_p, POINTER(PagedSave), POINTER(c_uint64)],
     "kvm_create_store": [
-        c_void_p, POINTER(StoreRoom), c_uint32, c_char_p, c_void_p, c_uint32, c_uint32, _OBJECT, POINTER(POINTER(c_uint32))
+        c_void_p, POINTER(StoreRoom), c_uint32, POINTER(Hashes), c_void_p, c_uint32, _OBJECT, POINTER(POINTER(c_uint32))
     ],
     "kvm_run_store": [c_void_p, c_void_p, c_void_p, POINTER(StoreSignals), POINTER(Stored)],
     "kvm_stop_store": [c_void_p],

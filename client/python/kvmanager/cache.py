@@ -13,7 +13,7 @@ from ._lib import Handle, check, lib
 from ._tensor import ITEM_BYTES, rows
 from .blocks_mapped import BlocksMapped, warn_unpinned
 from .errors import Error, InvalidArgumentError, data, from_fields, integer, invalid
-from .names import NAME_BYTES, BlockNames, checked
+from .names import NAME_BYTES, BlockHashes, BlockNames, checked
 from .pending import Pending
 from .sequence import Claimed, Sequence
 from .types import (
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .arena import ArenaTensor
     from .client import Client
 
-_HASH_BYTES_MAX = 64
 _Q_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
@@ -103,13 +102,10 @@ class Cache(Handle):
         """Names of consecutive blocks by an engine's own hashes of them (1..64 bytes each), which must depend on all
         that comes before a block, and on nothing that differs between equal ones. A name is SHA-256 of this cache's
         digest and the hash; so is the digest that a hit is compared with."""
-        given = list(hashes)
-        for each in given:
-            if not isinstance(each, (bytes, bytearray, memoryview)) or not 1 <= len(each) <= _HASH_BYTES_MAX:
-                raise invalid("hash", each, f"bytes, 1..{_HASH_BYTES_MAX} of them")
-        sizes, nbytes = (c_uint32 * len(given))(*map(len, given)), len(given) * NAME_BYTES
+        given = BlockHashes(hashes)
+        nbytes = given.count * NAME_BYTES
         names = ctypes.create_string_buffer(max(1, nbytes))
-        check(lib.kvm_name_hashes(self.description.digest, b"".join(given), sizes, len(given), names))
+        check(lib.kvm_name_hashes(self.description.digest, byref(given.given()), names))
         return BlockNames(names.raw[:nbytes])
 
     # Prefixes and sequences.

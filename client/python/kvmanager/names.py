@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Sequence, overload
+import ctypes
+from ctypes import c_uint32
+from typing import Iterable, Sequence, overload
 
+from ._lib import Hashes
 from .errors import invalid
 
+HASH_BYTES_MAX = 64
 NAME_BYTES = 64  # a block's key and the digest of its tokens, 32 each
 
 
@@ -51,6 +55,23 @@ class BlockNames(Sequence[bytes]):
 
     def __repr__(self) -> str:
         return f"BlockNames({len(self)} blocks)"
+
+
+class BlockHashes:
+    """An engine's own hashes of consecutive blocks, of 1..64 bytes each, as the client's library reads them."""
+
+    __slots__ = ("count", "data", "sizes")
+
+    def __init__(self, hashes: Iterable[bytes]) -> None:
+        given = list(hashes)
+        for each in given:
+            if not isinstance(each, (bytes, bytearray, memoryview)) or not 1 <= len(each) <= HASH_BYTES_MAX:
+                raise invalid("hash", each, f"bytes, 1..{HASH_BYTES_MAX} of them")
+        self.count, self.data, self.sizes = len(given), b"".join(given), (c_uint32 * len(given))(*map(len, given))
+
+    def given(self) -> Hashes:
+        """Valid as long as this."""
+        return Hashes(self.data, ctypes.addressof(self.sizes), self.count)
 
 
 def checked(names: object) -> BlockNames:

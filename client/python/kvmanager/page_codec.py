@@ -17,7 +17,7 @@ from ._lib import BringRoom, Brought, Handle, PagedCaches, PagedSave, Rows, chec
 from .blocks_mapped import warn_unpinned
 from .cache import Cache
 from .errors import encoded, integer, invalid
-from .names import BlockNames
+from .names import BlockHashes, BlockNames
 
 ENCODE_ITEM_BYTES = 32  # u64 raw, u64 encoded, u64 first token of the page in its context, u32 layer, u32 0
 DECODE_ITEM_BYTES = 24  # u64 encoded, u64 raw, u32 layer, u32 0
@@ -108,13 +108,13 @@ class PageCodec(Handle):
         check(lib.kvm_set_paged(self._object, byref(caches)))
 
     def bring_blocks(
-        self, cache: Cache, room: BringRoom, first: int, names: BlockNames, ids: array.array[int], groups: int
+        self, cache: Cache, room: BringRoom, first: int, hashes: BlockHashes, ids: array.array[int], groups: int
     ) -> tuple[int, int, int]:
         """Of a cache with the same pages. Blocks that were brought, why no more by its number, bytes that were copied. Waits for the daemon
         and the GPU."""
         brought, address = Brought(), ids.buffer_info()[0]
         call = lib.kvm_bring_blocks
-        check(call(self._object, cache._object, byref(room), first, names.data, address, groups, len(names), byref(brought)))
+        check(call(self._object, cache._object, byref(room), first, byref(hashes.given()), address, groups, byref(brought)))
         if said := _lib.text():
             warn_unpinned(said)
         return brought.blocks, brought.reason, brought.nbytes

@@ -74,10 +74,10 @@ class Fence:
         if self._event is not None:
             self._event.synchronize()
 
-    def hold(self) -> None:
-        """What the engine's current stream does from now on comes after; blocks no thread."""
+    def hold(self, stream: torch.cuda.Stream | None = None) -> None:
+        """What `stream` does from now on comes after; None: the engine's current one. Blocks no thread."""
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(stream)
 
 
 class PagedCopy:
@@ -232,9 +232,8 @@ class PagedCopy:
 
     def hold_saves(self, after: list[Fence]) -> None:
         """What saves is given from now on comes behind these."""
-        with torch.cuda.stream(self.save_stream):
-            for fence in set(after):
-                fence.hold()
+        for fence in set(after):
+            fence.hold(self.save_stream)
 
     def fetched(self) -> Fence:
         """Behind all that fetch_stream was given."""

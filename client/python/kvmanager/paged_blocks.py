@@ -15,8 +15,9 @@ import torch
 
 from . import _lib
 from ._lib import BringRoom, Handle, PagedCaches, PagedSave, Stored, StoreRoom, StoreSignals, StoreStaging, check, lib
-from .cache import BlockNames, Cache, miss_reason
+from .cache import Cache, miss_reason
 from .errors import invalid
+from .names import BlockHashes
 from .page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, PageCodec
 from .paged import PagedCopy
 from .stored import Extent, Extents, Geometry
@@ -42,15 +43,12 @@ class PagedStore(Handle):
 
     __slots__ = ("_codec", "_read", "result", "full")
 
-    def __init__(self, codec: PageCodec, room: StoreRoom, names: BlockNames, first: int, ids: list[list[int]]) -> None:
+    def __init__(self, codec: PageCodec, room: StoreRoom, hashes: BlockHashes, first: int, ids: list[list[int]]) -> None:
         super().__init__(None)
-        blocks = len(names) - first
-        if blocks < 1:
-            raise invalid("names (length)", len(names), f"more than {first}, the blocks before the store")
-        made, read, given = c_void_p(), ctypes.POINTER(c_uint32)(), _ids(ids, blocks)
+        made, read, given = c_void_p(), ctypes.POINTER(c_uint32)(), _ids(ids, max(0, hashes.count - first))
         where = given.buffer_info()[0]
         call = lib.kvm_create_store
-        check(call(codec._object, byref(room), first, names.data, where, len(ids), blocks, byref(made), byref(read)))
+        check(call(codec._object, byref(room), first, byref(hashes.given()), where, len(ids), byref(made), byref(read)))
         self._object, self._codec, self._read = made.value, codec, read
         self.result = Stored()  # as of the last run(), also of one that raised
         self.full = ""  # why the daemon had no room
@@ -112,9 +110,26 @@ class PagedBlocks:
                 len(views), heads, pieces * piece_tokens, piece_tokens, head_dim * size, 0, *strides[:4], self._table.data_ptr()
             )
         )
+        self._rooms: dict[tuple[int, int], BringRoom] = {}  # by the stagings' numbers
         self._stores = stores
         self._stagings = (StoreStaging * stores.stagings)(*map(self._staging, stores.extents))
         self._ranges = (c_void_p * len(stores.ranges))(*(each.host.data_ptr() for each in stores.ranges))
+        self._store_room = StoreRoom(
+            ctypes.addressof(self._stagings),
+            ctypes.addressof(self._ranges),
+            self._stores.range_bytes,
+            self._counts.data_ptr() + self._counts.element_size(),
+            self._copies.save_stream.cuda_stream,
+            self._copies.send_stream.cuda_stream,
+            len(self._stagings),
+            len(self._ranges),
+            self._stores.extent_blocks,
+            self._part_blocks,
+            0,
+            0,
+            self._stores.tied,
+            self._stores.direct,
+        )
 
     def _staging(self, extent: Extent) -> StoreStaging:
         return StoreStaging(
@@ -126,19 +141,14 @@ class PagedBlocks:
             extent.sums_address,
         )
 
-    def bring(
-        self, cache: Cache, names: BlockNames, first: int, ids: list[list[int]], stagings: list[Extent], first_blocks: int
-    ) -> tuple[int, str, int]:
-        """Loads blocks of `cache`, the first of which is block `first` of its sequence, into the caches' blocks `ids`, by group, 0: not wanted,
-        behind what load_stream was given. Returns how many are there, from the first on; why no more, "none": all are, or the next
-        may not be mapped; the bytes that were copied. stagings: two that nothing uses. first_blocks: of the first call to the daemon."""
-        room = BringRoom(
+    def _room(self, stagings: list[Extent]) -> BringRoom:
+        return BringRoom(
             (stagings[0].raw.data_ptr(), stagings[1].raw.data_ptr()),
             (stagings[0].encoded_pages.data_ptr(), stagings[1].encoded_pages.data_ptr()),
             stagings[0].blocks,
             len(self._lists),
             self.blocks_max,
-            first_blocks,
+            0,
             self._lists.data_ptr(),
             self._device_lists.data_ptr(),
             self._sums.data_ptr(),
@@ -148,30 +158,28 @@ class PagedBlocks:
             self._copies.fetch_stream.cuda_stream,
             self._copies.load_stream.cuda_stream,
         )
-        blocks, reason, nbytes = self._codec.bring_blocks(cache, room, first, names, _ids(ids, len(names)), self._groups)
+
+    def bring(
+        self, cache: Cache, hashes: BlockHashes, first: int, ids: list[list[int]], stagings: list[Extent], first_blocks: int
+    ) -> tuple[int, str, int]:
+        """Loads blocks of `cache`, the first of which is block `first` of its sequence, into the caches' blocks `ids`, by group, 0: not wanted,
+        behind what load_stream was given. Returns how many are there, from the first on; why no more, "none": all are, or the next
+        may not be mapped; the bytes that were copied. stagings: two that nothing uses. first_blocks: of the first call to the daemon."""
+        numbers = stagings[0].staging, stagings[1].staging
+        room = self._rooms.get(numbers)
+        if room is None:
+            room = self._rooms[numbers] = self._room(stagings)
+        room.first_blocks = first_blocks
+        blocks, reason, nbytes = self._codec.bring_blocks(cache, room, first, hashes, _ids(ids, hashes.count), self._groups)
         return blocks, miss_reason(reason), nbytes
 
-    def store(self, names: BlockNames, first: int, ids: list[list[int]], writes: int, first_blocks: int) -> PagedStore:
+    def store(self, hashes: BlockHashes, first: int, ids: list[list[int]], writes: int, first_blocks: int) -> PagedStore:
         """Of the caches' blocks `ids`, by group, none 0, of which the first is block `first` of its sequence, behind what save_stream was
-        given. names: from the sequence's first block on. writes: calls to the daemon at once; first_blocks: of the first of them, and
+        given. hashes: from the sequence's first block on. writes: calls to the daemon at once; first_blocks: of the first of them, and
         of the last. Nothing else uses `stores` until it has ended."""
-        room = StoreRoom(
-            ctypes.addressof(self._stagings),
-            ctypes.addressof(self._ranges),
-            self._stores.range_bytes,
-            self._counts.data_ptr() + self._counts.element_size(),
-            self._copies.save_stream.cuda_stream,
-            self._copies.send_stream.cuda_stream,
-            len(self._stagings),
-            len(self._ranges),
-            self._stores.extent_blocks,
-            self._part_blocks,
-            writes,
-            first_blocks,
-            self._stores.tied,
-            self._stores.direct,
-        )
-        return PagedStore(self._codec, room, names, first, ids)
+        room = self._store_room
+        room.writes, room.first_blocks = writes, first_blocks
+        return PagedStore(self._codec, room, hashes, first, ids)
 
     def save(self, extent: Extent, count: int, first: int, ids: list[list[int]]) -> None:
         """Brings `count` of the caches' blocks `ids`, by group, of which the first is block `first` of its sequence, into the

@@ -50,8 +50,8 @@ class Event:
     def synchronize(self) -> None:
         self._passed.wait()
 
-    def wait(self) -> None:
-        current().put(self._passed.wait)
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current()).put(self._passed.wait)
 
 
 _local = threading.local()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..blocks_mapped import BlocksMapped
 from ..cache import Cache
+from ..names import BlockHashes
 from ..paged import Fence
 from ..pending import Pending
 from ..stored import Extent
@@ -115,14 +116,11 @@ class MappedLoad:
         return self._bring_by_extents()
 
     def _bring_at_once(self, stagings: list[Extent]) -> str:
-        import torch
-
         half, load, done = self._half, self._load, self.done
-        names = self._cache.external_names(load.hashes[load.first + done :])
-        with torch.cuda.stream(half.copies.load_stream):
-            self._after.hold()
+        hashes = BlockHashes(load.hashes[load.first + done :])
+        self._after.hold(half.copies.load_stream)
         ids = [group[done:] for group in load.block_ids]
-        blocks, reason, nbytes = half.paged.bring(self._cache, names, load.first + done, ids, stagings, _FIRST_BLOCKS)
+        blocks, reason, nbytes = half.paged.bring(self._cache, hashes, load.first + done, ids, stagings, _FIRST_BLOCKS)
         half.count("loaded_encoded_bytes", nbytes)
         self.done += blocks
         return "" if reason == "none" else reason

@@ -16,6 +16,7 @@ from .._lib import StoreSignals
 from .._link import Session
 from ..cache import BlockNames, BlocksWritten, Cache
 from ..errors import Error, ResourceExhaustedError, UnavailableError
+from ..names import BlockHashes
 from ..paged import Fence
 from ..paged_blocks import DECLINED, URGENT, PagedStore
 from ..pending import Pending
@@ -178,12 +179,12 @@ class StoreJob:
         extents = half.stores
         if half.paged is None or half.facts.windowed or extents is None or not extents.idle or not all(map(all, store.block_ids)):
             return False
-        names = cache.external_names(store.hashes)
+        hashes = BlockHashes(store.hashes)
         with self._lock:
             if self._spoilt:
                 return True
             half.copies.hold_saves(self.after)
-            whole = self._whole = half.paged.store(names, store.first, store.block_ids, _writes(extents), _FIRST_BLOCKS)
+            whole = self._whole = half.paged.store(hashes, store.first, store.block_ids, _writes(extents), _FIRST_BLOCKS)
         try:
             while (state := whole.run(cache, half.link.signals)) == URGENT:
                 half.link.run_urgent(session)
