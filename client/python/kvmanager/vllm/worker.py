@@ -331,9 +331,11 @@ class WorkerHalf:
 
     def finishes(self, plan: StepPlan) -> None:
         for finish in plan.finishes:
-            job = FinishJob(self, finish, *self._hashes.pop(finish.request, ("", [])))
-            if not self._submit(job):
-                job.fail(UnavailableError("the daemon is away"))
+            tenant, hashes = self._hashes.pop(finish.request, ("", []))
+            if finish.retention is not None or finish.peer:  # a job that waits has stores begin with large parts
+                job = FinishJob(self, finish, tenant, hashes)
+                if not self._submit(job):
+                    job.fail(UnavailableError("the daemon is away"))
             if finish.report:
                 self._reports.add(finish.request)
             else:
