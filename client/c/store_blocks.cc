@@ -141,7 +141,10 @@ class StoreObject final : public kvm_object, private BlockStoreWork {
     return cache_->handle->WriteBlocksAsync(range, raw, {sums, sums == nullptr ? 0 : raw.size()});
   }
   void Rest() override { RestOnStream(); }
-  void Drain() override { DrainStreams(*object_->device, {StreamOf(room_.save), StreamOf(room_.send)}); }
+  void Drain() override {
+    asked_.reset();
+    DrainStreams(*object_->device, {StreamOf(room_.save), StreamOf(room_.send)});
+  }
 
   bool identity() const { return object_->codec->info().identity; }
   /// Of each page, whether it is never encoded.

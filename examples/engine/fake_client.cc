@@ -144,9 +144,9 @@ class FakeCache final : public client::Cache {
     CacheDescription now = description_;
     return now;
   }
-  absl::StatusOr<std::vector<client::PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>>,
-                                                         const client::MatchOptions&) override {
-    return Absent("match");
+  client::Pending<absl::StatusOr<std::vector<client::PrefixMatch>>> MatchAsync(
+      absl::Span<const absl::Span<const BlockName>>, const client::MatchOptions&) override {
+    return Now<absl::StatusOr<std::vector<client::PrefixMatch>>>(Absent("match"));
   }
 
   absl::StatusOr<std::vector<absl::StatusOr<client::CreatedSequence>>> CreateSequences(

@@ -15,6 +15,7 @@ from engine import DEADLINE_S, Engine
 from engine_testing import DaemonTestCase, compare_signatures, published
 from kvmanager.vllm import KvManagerConnector, scheduler
 from kvmanager.vllm.facts import Settings, tenant_of
+from kvmanager.vllm.worker import WorkerHalf
 from kvmanager_testing import Daemon
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -71,6 +72,29 @@ class LifeTest(DaemonTestCase):
             self.assertEqual(expected, found)
             self.assertEqual(699 // 16 * 16, second.loaded_tokens)
         self.assertEqual(719 // 16, self.published())
+
+    def test_a_scheduler_in_the_workers_process_hears_of_loads_itself(self) -> None:
+        tokens, said = prompt(1, 320), []
+        results = WorkerHalf.results
+
+        def listening(half: WorkerHalf) -> tuple:
+            sent, received, failed = results(half)
+            said.extend(received)
+            return sent, received, failed
+
+        for ranks, by_workers in ((1, ["b"]), (2, ["b", "b", "c", "c", "d", "d"])):  # the first is said before it asks
+            with self.subTest(ranks), unittest.mock.patch.object(WorkerHalf, "results", listening):
+                with self.engine(ranks=ranks) as first:
+                    (expected,) = first.run(first.add("a", tokens))
+                said.clear()
+                with self.engine(ranks=ranks) as second:
+                    for name in ("b", "c", "d"):
+                        second.scheduler.reset_prefix_cache()
+                        self.assertEqual([expected], second.run(second.add(name, tokens)))
+                    self.assertEqual(3 * 304, second.loaded_tokens)
+                    self.assertEqual({}, second.connector._scheduler._load_times)
+                    self.assertFalse(any(worker.connector._worker.load_ends.pending for worker in second.workers))
+                self.assertEqual(by_workers, said)
 
     def test_partial_hit_and_what_follows_is_stored(self) -> None:
         tokens = prompt(2, 320)

@@ -402,10 +402,10 @@ class SchedulerHalf:
         """KVConnectorBase_V1.update_connector_output, behind which vLLM reads `output`. ends: of this engine's worker, if it is in this
         process: what has ended since the output was made is added to it."""
         self._sending.difference_update(output.finished_sending or ())
-        if ends is not None and (whole := ends.take_whole()):
+        whole = ends.take_whole() if ends is not None else {}
+        if whole:
             output.finished_recving = {*(output.finished_recving or ()), *whole}
-            self._load_times.update({name: times for name, times in whole.items() if times is not None})
-        self._measure(output)
+        self._measure(output, whole)
         invalid = getattr(output, "invalid_block_ids", None) or set()
         failed = getattr(output, "failed_recving", None) or set()
         for name, state in self._requests.items():
@@ -415,8 +415,8 @@ class SchedulerHalf:
             if name in self._requests:
                 self._requests[name].loading = False
 
-    def _measure(self, output: KVConnectorOutput) -> None:
-        """A step has ended, and with it what loads it reports."""
+    def _measure(self, output: KVConnectorOutput, whole: dict[str, tuple[float, float] | None]) -> None:
+        """A step has ended, and with it what loads it reports, of which `whole` came with their times."""
         if self._planner is None:
             return
         now = self._clock()
@@ -424,6 +424,7 @@ class SchedulerHalf:
         times = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(times, LoadTimes):
             self._load_times.update(times.by_request)
+        self._load_times.update({name: each for name, each in whole.items() if each is not None})
         for name in output.finished_recving or ():
             self._planner.load_ended(now, name, *self._load_times.pop(name, ()))
 
