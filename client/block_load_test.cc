@@ -33,6 +33,7 @@ class FakeWork final : public BlockLoadWork {
 
   Pending<absl::StatusOr<MappedBlocks>> Map(uint32_t at, uint32_t count) override {
     EXPECT_EQ(at, asked_);
+    EXPECT_TRUE(maps_ == 0 || copies_ > 0) << "the first call is answered alone";
     EXPECT_GE(count, 1u);
     EXPECT_LE(count, options_.call_blocks);
     asked_ += count;

@@ -111,10 +111,10 @@ class LoadsTest(WorkerTestCase):
         loads = {"a": (10.0, 13.0), "b": (11.0, 14.0), "c": (12.0, 20.0), "d": (25.0, 26.0)}
         times = LoadTimes({name: meter.ended(began, now) for name, (began, now) in loads.items()})
         self.assertEqual({"a": (0.0, 3.0), "b": (2.0, 1.0), "c": (2.0, 6.0), "d": (0.0, 1.0)}, times.by_request)
-        del times.by_request["b"]
         # Of ranks the slowest counts.
         times = times.aggregate(LoadTimes({"a": (0.0, 2.0), "c": (2.0, 7.0), "e": (0.0, 1.0)}))
-        self.assertEqual({"a": (0.0, 3.0), "c": (2.0, 7.0), "d": (0.0, 1.0), "e": (0.0, 1.0)}, times.by_request)
+        slowest = {"a": (0.0, 3.0), "b": (2.0, 1.0), "c": (2.0, 7.0), "d": (0.0, 1.0), "e": (0.0, 1.0)}
+        self.assertEqual(slowest, times.by_request)
         rank = self.rank()
         hashes = hashes_of(16, 4)
         rank.store("a", hashes, list(range(10, 14)), random_rows(16, 4, 16))

@@ -101,6 +101,14 @@ class WorkerTest(WorkerTestCase):
         self.assertEqual(1, rank.stats["stores_dropped"])
         self.assertEqual(8 * 16, rank.stats["unstored_preempted_tokens"])
 
+    def test_a_finish_that_asks_for_nothing_is_no_job(self) -> None:
+        """A store takes large parts while a job waits behind it."""
+        rank = self.rank()
+        for retention, jobs in ((None, 0), (Retention(10, 0, 0), 1)):
+            with self.subTest(jobs), unittest.mock.patch.object(rank.half.link, "submit", return_value=True) as submit:
+                rank.finish("a", retention)
+                self.assertEqual(jobs, submit.call_count)
+
     def test_what_is_urgent_does_not_wait_for_the_step_whose_blocks_are_stored(self) -> None:
         if DEVICE.type != "cuda":
             self.skipTest("a store on a CPU begins when its blocks are there")
