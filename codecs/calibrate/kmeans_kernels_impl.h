@@ -1,10 +1,10 @@
-// The body of kmeans_kernels.cc, included once per instruction set, hence no include guard. Vectors of 16 rows in GCC's
-// vector extension: the compiler lowers them to what the enclosing #pragma GCC target allows. Multiply and add stay
-// apart, so that all instruction sets agree bit by bit.
+// The body of kmeans_kernels.cc, included once per instruction set, hence no include guard. Vectors of KV_KERNEL_LANES
+// rows, one register of the enclosing #pragma GCC target: GCC compares longer ones element by element. Multiply and add
+// stay apart, so that all instruction sets agree bit by bit.
 
 namespace KV_KERNEL_ISA {
 
-constexpr int kLanes = 16;
+constexpr int kLanes = KV_KERNEL_LANES;
 typedef float F __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 
@@ -72,7 +72,9 @@ void Assign(const float* x, size_t rows, int dims, const float* centroids, const
 
 void Approach(const float* x, size_t rows, int dims, const float* centroid, float* distance, float* sums) {
   for (size_t row = 0; row < rows; row += kRowsBlock) {
-    F sum = {};
+    // As 16 lanes add up, whatever a register has.
+    constexpr int kParts = 16 / kLanes;
+    F sum[kParts] = {};
     for (int v = 0; v < kRowsBlock; v += kLanes) {
       F near = {};
       for (int d = 0; d < dims; ++d) {
@@ -82,10 +84,10 @@ void Approach(const float* x, size_t rows, int dims, const float* centroid, floa
       const F before = Load(distance + row + v);
       near = near < before ? near : before;
       std::memcpy(distance + row + v, &near, sizeof(F));
-      sum += near;
+      sum[v / kLanes % kParts] += near;
     }
     float total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+    for (int lane = 0; lane < 16; ++lane) total += sum[lane / kLanes][lane % kLanes];
     sums[row / kRowsBlock] = total;
   }
 }
