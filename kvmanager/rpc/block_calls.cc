@@ -345,14 +345,15 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::Read(const std::shared_ptr<Session
   }
   if (request.hasRaw()) return InvalidField("raw", absl::StrCat(request.getRaw().size(), " bytes long"), "empty");
   KV_ASSIGN_OR_RETURN(std::vector<BlockName> names, ReadBlockNames("names", request.getNames(), kTransferPagesMax));
-  std::shared_ptr<DiskLoad> load = parts_.store->long_calls().BeginLoad(bound.cache.id, names, request.getFirstBlock());
+  std::shared_ptr<DiskLoad> load =
+      parts_.store->long_calls().BeginLoad(bound.cache.id, &names, request.getFirstBlock());
   if (load == nullptr) {
     return ReadLoaded(session, std::move(lease_place), bound.cache.id, bound.cache.owner, names, context);
   }
   return LoadBlocks(session, Method::kReadBlocks, parts_.turns, bound.cache.owner, load)
       .then([this, session, lease_place = std::move(lease_place), cache = bound.cache.id, owner = bound.cache.owner,
-             names = std::move(names), load, context]() mutable -> kj::Promise<void> {
-        auto reading = ReadLoaded(session, std::move(lease_place), cache, owner, names, context);
+             load, context]() mutable -> kj::Promise<void> {
+        auto reading = ReadLoaded(session, std::move(lease_place), cache, owner, load->TakeNames(), context);
         if (reading.ok()) return kj::mv(*reading);
         ServeError(*session, Method::kReadBlocks, reading.status(), context);
         return kj::READY_NOW;

@@ -285,10 +285,12 @@ class CacheService final : public api::Cache::Server {
   bool Create(Creation& creation) {
     if (creation.next == creation.prefixes.size()) return false;
     if (!creation.loaded) {
-      if (creation.load == nullptr) {
-        creation.load = store().long_calls().BeginLoad(id(), creation.prefixes[creation.next], 0);
+      std::unique_ptr<DiskLoad>& load = creation.load;
+      if (load == nullptr) load = store().long_calls().BeginLoad(id(), &creation.prefixes[creation.next], 0);
+      if (load != nullptr) {
+        if (!load->done()) return load->DoPiece() || load->done();
+        creation.prefixes[creation.next] = load->TakeNames();
       }
-      if (creation.load != nullptr && !creation.load->done()) return creation.load->DoPiece() || creation.load->done();
       creation.loaded = true;
     }
     if (!store().long_calls().Fetches(id())) return BeginNext(creation);

@@ -34,7 +34,7 @@ struct MatchTimes {
 
 class MatchCall {
  public:
-  using OnHits = absl::AnyInvocable<void(const std::vector<BlockName>& hits)>;
+  using OnHits = absl::AnyInvocable<void(std::vector<BlockName> hits)>;
 
   /// caches: outlives it. requests: of a message that stays. on_elsewhere: is called with the hits of each request that
   /// are not all in the cache's own memory; nullptr: nothing is.

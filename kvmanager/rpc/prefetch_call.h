@@ -36,10 +36,11 @@ struct PrefetchParts {
 inline MatchCall::OnHits PrefetchingOf(const std::shared_ptr<Session>& session, const PrefetchParts& parts,
                                        const std::shared_ptr<const BoundCache>& cache, bool wanted) {
   if (!wanted) return nullptr;
-  return [=, &parts](const std::vector<BlockName>& hits) {
+  return [=, &parts](std::vector<BlockName> hits) {
     absl::StatusOr<std::shared_ptr<const void>> place = ReservePrefetch(session, hits.size());
     if (!place.ok()) return;
-    std::shared_ptr<DiskLoad> load = parts.store->long_calls().BeginLoad(cache->cache.id, hits, 0, LoadUrgency::kAhead);
+    std::shared_ptr<DiskLoad> load =
+        parts.store->long_calls().BeginLoad(cache->cache.id, &hits, 0, LoadUrgency::kAhead);
     if (load == nullptr) return;
     GoOnWith(*session, LoadBlocks(session, Method::kPrefetch, parts.long_calls, cache->cache.owner, std::move(load))
                            .attach(*std::move(place)));
@@ -66,10 +67,13 @@ class PrefetchCall {
     return Turns([this] { return reader_.ReadNext(); }).then([this]() -> kj::Promise<absl::StatusOr<MatchResult>> {
       if (!reader_.status().ok()) return absl::StatusOr<MatchResult>(reader_.status());
       names_ = reader_.Take();
-      std::shared_ptr<DiskLoad> load = parts_.store->long_calls().BeginLoad(cache_, names_, 0, LoadUrgency::kAhead);
+      std::shared_ptr<DiskLoad> load = parts_.store->long_calls().BeginLoad(cache_, &names_, 0, LoadUrgency::kAhead);
       // What was loaded stays in the host's memory until it is on the GPU, too.
       return LoadBlocks(session_, Method::kPrefetch, parts_.long_calls, owner_, load)
-          .then([this] { return FetchToGpu(); })
+          .then([this, load] {
+            if (load != nullptr) names_ = load->TakeNames();
+            return FetchToGpu();
+          })
           .attach(std::move(load))
           .then([this] { return Match(); });
     });

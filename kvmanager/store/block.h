@@ -35,6 +35,14 @@ class CoarseTime {
 };
 
 struct Block : Evictable {
+  // In what the base leaves free.
+  bool published : 1 = false;      // in its cache's table, under `name`
+  bool corrupt : 1 = false;        // its bytes changed: never published again
+  bool from_disk : 1 = false;      // it came from there, and nobody has taken it since
+  bool is_lowering : 1 = false;    // BlockLowering encodes it again
+  bool stays_on_rung : 1 = false;  // the codec of the next rung declined it
+  bool never_arrives : 1 = false;  // its pages that are Receiving: Cache::failed_arrivals says why
+
   using Link = boost::intrusive::link_mode<boost::intrusive::normal_link>;
   boost::intrusive::unordered_set_member_hook<Link> in_table;  // PageTable
 
@@ -46,13 +54,8 @@ struct Block : Evictable {
   uint32_t other_holders = 0;  // of these, those that are no sequences and no moves (BlockIndex)
   uint32_t pins = 0;           // of all pages, here and below of both kinds
   CoarseTime last_use;
-  CoarseTime verified;             // when its bytes were last compared with their checksums
-  bool published : 1 = false;      // in its cache's table, under `name`
-  bool corrupt : 1 = false;        // its bytes changed: never published again
-  bool from_disk : 1 = false;      // it came from there, and nobody has taken it since
-  bool is_lowering : 1 = false;    // BlockLowering encodes it again
-  bool stays_on_rung : 1 = false;  // the codec of the next rung declined it
-  bool never_arrives : 1 = false;  // its pages that are Receiving: Cache::failed_arrivals says why
+  CoarseTime verified;         // when its bytes were last compared with their checksums
+  uint32_t unnamed_place = 0;  // UnnamedBlocks'
 
   BlockPages::View pages() const { return all_pages.keys_values(); }  // [layers]
   /// [layers], Free where the engine gave none; empty in a cache without activations.
@@ -64,6 +67,12 @@ struct Block : Evictable {
     if (activations().empty()) return PageId();
     const Page page = activations()[layer];
     return page.state == PageState::kFilling ? page.raw : PageId();
+  }
+  /// Called some blocks ahead of one that is held: it and its pages lie anywhere in memory.
+  void Prefetch() const {
+    for (size_t byte = 0; byte < sizeof(Block); byte += 64) {
+      __builtin_prefetch(reinterpret_cast<const uint8_t*>(this) + byte, /*rw=*/1);
+    }
   }
   /// Of its encoded pages: the rung that they are on, all on one (Codec::rung). 0: it has none.
   int rung() const {

@@ -15,7 +15,7 @@ BlockIndex::~BlockIndex() {
 }
 
 std::vector<const Block*> BlockIndex::All() const {
-  std::vector<const Block*> blocks(unnamed_.begin(), unnamed_.end());
+  std::vector<const Block*> blocks(unnamed_.all().begin(), unnamed_.all().end());
   for (const auto& [key, cache] : caches_) {
     for (const Block& block : cache->table) blocks.push_back(&block);
   }
@@ -32,7 +32,7 @@ Block* BlockIndex::New(const std::shared_ptr<Cache>& cache, uint32_t index) {
   block->all_pages = BlockPages(cache->layers(), cache->keeps_activations());
   block->holders = 1;
   if (cache->blocks++ == 0) caches_.emplace(cache.get(), cache);
-  unnamed_.insert(owned.release());
+  unnamed_.Insert(owned.release());
   return block;
 }
 
@@ -180,7 +180,7 @@ void BlockIndex::Unname(Block* block, GoneReason reason, const Cache* taker) {
                                      .taker = taker == nullptr ? "" : absl::string_view(taker->tenant_label)});
   parts_.before_unname(block);
   block->cache->table.Erase(block);
-  unnamed_.insert(block);
+  unnamed_.Insert(block);
   parts_.metrics->published_blocks.Decrement();
   if (block->holders == 0) Dispose(block);
 }
@@ -213,7 +213,7 @@ void BlockIndex::FreePage(PageRef ref) {
 void BlockIndex::DeleteIfEmpty(Block* block) {
   if (block->all_pages.live() > 0 || block->holders > 0 || block->published) return;
   KV_CHECK(block->pins == 0 && block->jobs() == 0 && block->bytes == 0 && !block->evictable);
-  unnamed_.erase(block);
+  unnamed_.Erase(block);
   Cache& cache = *block->cache;
   if (block->never_arrives) cache.failed_arrivals.erase(block);
   delete block;
@@ -273,7 +273,7 @@ void BlockIndex::Name(Block* block, const BlockName& name, EvictionRun* run) {
   std::memcpy(&block->id, name.key.bytes.data(), sizeof(block->id));
   block->cache->tier->eviction().Named(run, block);
   block->cache->table.Insert(block);
-  unnamed_.erase(block);
+  unnamed_.Erase(block);
   parts_.metrics->published_blocks.Increment();
   parts_.after_name(block);
 }

@@ -3,14 +3,15 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/clock.h"
+#include "kvmanager/base/status.h"
 #include "kvmanager/store/block.h"
 #include "kvmanager/store/block_check.h"
 #include "kvmanager/store/cache.h"
@@ -21,6 +22,28 @@
 #include "kvmanager/store/tier.h"
 
 namespace kvmanager {
+
+/// Blocks that have no name, in no order. An insertion takes as long with a million as with one: there is no table that
+/// is built anew.
+class UnnamedBlocks {
+ public:
+  void Insert(Block* block) {
+    block->unnamed_place = static_cast<uint32_t>(blocks_.size());
+    blocks_.push_back(block);
+  }
+  /// Of those inserted.
+  void Erase(Block* block) {
+    KV_CHECK(block->unnamed_place < blocks_.size() && blocks_[block->unnamed_place] == block);
+    Block* const last = blocks_.back();
+    blocks_[block->unnamed_place] = last;
+    last->unnamed_place = block->unnamed_place;
+    blocks_.pop_back();
+  }
+  const std::deque<Block*>& all() const { return blocks_; }
+
+ private:
+  std::deque<Block*> blocks_;  // each at its unnamed_place
+};
 
 /// Somebody takes the found block: where it was until then.
 HitTier TakeHit(Block* block);
@@ -116,7 +139,7 @@ class BlockIndex {
 
   const Parts parts_;
   // It owns the blocks: those without a name, and those in the tables of caches that have some.
-  absl::flat_hash_set<Block*> unnamed_;
+  UnnamedBlocks unnamed_;
   absl::flat_hash_map<const Cache*, std::shared_ptr<Cache>> caches_;
 };
 

@@ -82,7 +82,7 @@ class PageStoreOnDiskTest : public PageStoreTest {
   }
   // Up to where it waits for the disk.
   std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, std::vector<BlockName> names) {
-    auto load = store().long_calls().BeginLoad(cache, std::move(names), 0);
+    auto load = store().long_calls().BeginLoad(cache, &names, 0);
     EXPECT_NE(load, nullptr);
     while (load->DoPiece()) {
     }

@@ -1,7 +1,10 @@
 // What a call of the store waits for while blocks that it names come from the disk.
 #pragma once
 
+#include <vector>
+
 #include "absl/functional/any_invocable.h"
+#include "kvmanager/base/ids.h"
 
 namespace kvmanager {
 
@@ -17,6 +20,8 @@ class DiskLoad {
   virtual bool DoPiece() = 0;
   /// All that can be had is in memory; the rest is a miss.
   virtual bool done() const = 0;
+  /// The names that it was begun with, once, when it is done.
+  virtual std::vector<BlockName> TakeNames() = 0;
   /// After DoPiece was false and it is not done: `fn` is called once, when DoPiece can go on.
   virtual void OnMore(absl::AnyInvocable<void()> fn) = 0;
 };

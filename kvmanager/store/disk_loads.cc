@@ -61,6 +61,7 @@ class DiskLoads::Load final : public DiskLoad {
     return false;
   }
   bool done() const override { return done_; }
+  std::vector<BlockName> TakeNames() override { return std::exchange(names_, {}); }
   void OnMore(absl::AnyInvocable<void()> fn) override {
     if (!waits_ || alive_.expired()) return fn();
     fn_ = std::move(fn);
@@ -179,7 +180,7 @@ class DiskLoads::Load final : public DiskLoad {
   const std::weak_ptr<const bool> alive_;
   const std::shared_ptr<Cache> cache_;
   std::shared_ptr<Cache> host_;  // its counterpart in host memory, perhaps itself; nullptr: not open so far
-  const std::vector<BlockName> names_;
+  std::vector<BlockName> names_;
   const uint32_t first_;
   const bool ahead_;
   std::vector<Block*> held_;     // of the names, from the first on
@@ -199,13 +200,12 @@ bool DiskLoads::Fits(const Cache& cache, const DiskBlock& block) {
   return true;
 }
 
-std::unique_ptr<DiskLoad> DiskLoads::Begin(CacheId id, absl::Span<const BlockName> names, uint32_t first,
+std::unique_ptr<DiskLoad> DiskLoads::Begin(CacheId id, std::vector<BlockName>* names, uint32_t first,
                                            LoadUrgency urgency) {
   if (parts_.disk == nullptr) return nullptr;
   auto cache = parts_.caches->Find(id);
   if (!cache.ok()) return nullptr;
-  return std::make_unique<Load>(this, *std::move(cache), std::vector<BlockName>(names.begin(), names.end()), first,
-                                urgency);
+  return std::make_unique<Load>(this, *std::move(cache), std::exchange(*names, {}), first, urgency);
 }
 
 Block* DiskLoads::Read(const std::shared_ptr<Cache>& cache, const DiskBlock& block, const BlockName& name) {

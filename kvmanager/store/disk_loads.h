@@ -48,8 +48,7 @@ class DiskLoads {
   DiskLoads& operator=(const DiskLoads&) = delete;
 
   /// LongCalls'.
-  std::unique_ptr<DiskLoad> Begin(CacheId cache, absl::Span<const BlockName> names, uint32_t first,
-                                  LoadUrgency urgency);
+  std::unique_ptr<DiskLoad> Begin(CacheId cache, std::vector<BlockName>* names, uint32_t first, LoadUrgency urgency);
   void OnLeftovers(std::function<void()> fn) { on_leftovers_ = std::move(fn); }
   bool ReleaseSome();
   /// What is being read of a cache gets no name, and its loads hold no block that has come; nullptr: of all.

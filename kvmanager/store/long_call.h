@@ -70,10 +70,11 @@ class LongCalls {
   /// Whether blocks of a cache may come from a lower tier, by PageStore::Fetch.
   virtual bool Fetches(CacheId cache) const = 0;
   /// Brings blocks that only the disk has into host memory, for whatever call looks for them next: `names`, the first
-  /// of which is block `first` of its sequence. nullptr: there is no disk, or no such cache.
-  virtual std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first,
+  /// of which is block `first` of its sequence, and which it takes (DiskLoad::TakeNames). nullptr, and the names stay
+  /// where they are: there is no disk, or no such cache.
+  virtual std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, std::vector<BlockName>* names, uint32_t first,
                                               LoadUrgency urgency) = 0;
-  std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first) {
+  std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, std::vector<BlockName>* names, uint32_t first) {
     return BeginLoad(cache, names, first, LoadUrgency::kAwaited);
   }
   /// Now and then, once a second: the disk may take blocks again that wait for it, and retentions may have ended.

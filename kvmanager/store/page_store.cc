@@ -132,7 +132,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     return found.ok() && (*found)->tier->can_move();
   }
   using LongCalls::BeginLoad;
-  std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first,
+  std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, std::vector<BlockName>* names, uint32_t first,
                                       LoadUrgency urgency) override {
     return disk_loads_.Begin(cache, names, first, urgency);
   }

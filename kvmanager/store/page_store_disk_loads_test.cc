@@ -87,6 +87,7 @@ TEST_F(PageStoreDiskLoadsTest, SharesOneReadAmongThoseWhoWait) {
   EXPECT_EQ(woken, 2);
   for (int i = 1; i < 3; ++i) {
     testing::LoadAll(*loads[i], [this] { Finish(); });
+    EXPECT_EQ(loads[i]->TakeNames().at(3).key, Names(cache, text, 4)[3].key);
     EXPECT_EQ(store().Create(cache, Names(cache, text, 4))->match.hit_blocks, 4);
   }
 }
@@ -124,7 +125,9 @@ TEST_F(PageStoreDiskLoadsTest, WhatIsLoadedAheadIsThereForWhoComes) {
   const Text text = MakeText(5 * kPage);
   const CacheId cache = OnDiskAlone("fake", text, 4);
   const auto names = Names(cache, text, 4);
-  auto ahead = store().long_calls().BeginLoad(cache, names, 0, LoadUrgency::kAhead);
+  std::vector<BlockName> ahead_names = names;
+  auto ahead = store().long_calls().BeginLoad(cache, &ahead_names, 0, LoadUrgency::kAhead);
+  EXPECT_TRUE(ahead_names.empty());
   while (ahead->DoPiece()) {
   }
   // One that is awaited reads nothing a second time.

@@ -76,7 +76,8 @@ TEST_F(PageStoreDiskRandomTest, RandomOperations) {
         break;
       case 5: {
         const CacheId cache = open(upto(3) == 0);
-        auto load = store().long_calls().BeginLoad(cache, Names(cache, text, static_cast<size_t>(blocks)), 0);
+        std::vector<BlockName> names = Names(cache, text, static_cast<size_t>(blocks));
+        auto load = store().long_calls().BeginLoad(cache, &names, 0);
         for (uint32_t pieces = upto(4); pieces > 0 && load->DoPiece(); --pieces) {
         }
         loads.push_back(std::move(load));

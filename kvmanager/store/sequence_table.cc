@@ -212,7 +212,11 @@ absl::StatusOr<SequenceId> SequenceTable::Fork(SequenceId id, std::vector<OpenCo
   fork->tokens = source->tokens;
   fork->aged = source->aged;
   fork->hit_blocks = source->hit_blocks;
+  fork->blocks.reserve(full_blocks + (copy != nullptr));
+  constexpr size_t kAhead = 8;
   for (size_t i = 0; i < full_blocks; ++i) {
+    if (i + 2 * kAhead < full_blocks) source->blocks[i + 2 * kAhead]->Prefetch();
+    if (i + kAhead < full_blocks) source->blocks[i + kAhead]->all_pages.Prefetch();
     parts_.blocks->Hold(source->blocks[i]);
     Attach(*fork, source->blocks[i]);
   }
