@@ -1,18 +1,24 @@
 // No input holds the event loop for long: after each, the daemon's own watchdog (loop_long_turns_total) has counted
-// nothing.
+// nothing. A turn is milliseconds longer now and then where a virtual machine's neighbours work; what the daemon does
+// too long is long each time. So a case with a long turn is tried again, and fails with what was long in every try.
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <deque>
 #include <fstream>
+#include <iterator>
 #include <memory>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
 #include "kvmanager/keep/keeper_testing.h"
@@ -57,13 +63,18 @@ BlockName NameOf(uint64_t block) {
   return name;
 }
 
-class LoopTest : public ::testing::Test {
- protected:
-  void SetUp() override {
+class LoopCase {
+ public:
+  void SetUp() {
     DaemonOptions options;
     options.host_pool_bytes = 1536 << 20;
     Restart(options);
   }
+  virtual void Run() = 0;
+  const std::set<std::string>& long_steps() const { return long_; }
+
+ protected:
+  ~LoopCase() = default;
   void Restart(const DaemonOptions& options) {
     cache_.reset();
     client_.reset();
@@ -94,80 +105,112 @@ class LoopTest : public ::testing::Test {
     EXPECT_OK(page);
     return page->Sum(name);
   }
-  /// Turns that lasted too long since the last call, and prints the longest.
-  double LongTurns(const std::string& what) {
+  /// Notes `step` if a turn lasted too long since the last call, and prints the longest.
+  void Look(const std::string& step) {
+    const std::string turns = "kvmanager_loop_long_turns_total";
     const auto page = Scrape(*daemon_);
-    EXPECT_OK(page);
-    const double all = page->Sum("kvmanager_loop_long_turns_total"), since = all - seen_;
-    std::printf("%-60s %3.0f long turns; the longest so far %.1f ms\n", what.c_str(), since,
+    ASSERT_OK(page);
+    const double all = page->Sum(turns), since = all - std::exchange(seen_, all);
+    std::printf("%-60s %3.0f long turns; the longest so far %.1f ms\n", step.c_str(), since,
                 page->Sum("kvmanager_loop_longest_turn_seconds") * 1e3);
     std::fflush(stdout);
-    seen_ = all;
-    return since;
+    if (since == 0) return;
+    long_.insert(step);
+    for (const auto& [call, count] : page->families.at(turns).samples) {
+      if (count > 0) std::printf("  %s: %.0f\n", call.c_str(), count);
+    }
   }
 
   std::unique_ptr<DaemonProcess> daemon_;
   std::unique_ptr<Client> client_;
   std::unique_ptr<Cache> cache_;
   double seen_ = 0;
+  std::set<std::string> long_;
 };
 
-TEST_F(LoopTest, WithLongPrefixes) {
+template <typename Case>
+void Try() {
+  constexpr int kTries = 3;
+  std::set<std::string> every_time;
+  for (int tries = 1; tries <= kTries; ++tries) {
+    Case now;
+    now.SetUp();
+    if (!::testing::Test::HasFailure()) now.Run();
+    if (::testing::Test::HasFailure()) return;
+    std::set<std::string> both;
+    std::set_intersection(every_time.begin(), every_time.end(), now.long_steps().begin(), now.long_steps().end(),
+                          std::inserter(both, both.end()));
+    every_time = tries == 1 ? now.long_steps() : both;
+    if (every_time.empty()) return;
+    std::printf("long in %d of %d tries: %s\n", tries, kTries, absl::StrJoin(every_time, "; ").c_str());
+  }
+  ADD_FAILURE() << "a turn was too long in every try: " << absl::StrJoin(every_time, "; ");
+}
+
+#define LOOP_TEST(name)                 \
+  class name final : public LoopCase {  \
+   public:                              \
+    void Run() override;                \
+  };                                    \
+  TEST(LoopTest, name) { Try<name>(); } \
+  void name::Run()
+
+LOOP_TEST(WithLongPrefixes) {
   ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*cache_, kBlocks, 1024));
-  EXPECT_EQ(LongTurns("appends of 16,384 tokens"), 0);
+  Look("appends of 16,384 tokens");
   std::vector<BlockName> names;
   for (int i = 0; i < kBlocks; ++i) names.push_back(NameOf(i));
   ASSERT_OK(made.sequence->Publish(names));
-  EXPECT_EQ(LongTurns("publish"), 0);
+  Look("publish");
   // As many names as a message holds.
   const std::vector<absl::Span<const BlockName>> many(32 * kMiB / 96 / kBlocks, names), one(1, names);
   ASSERT_OK_AND_ASSIGN(const std::vector<PrefixMatch> matches, cache_->Match(many));
   for (const PrefixMatch& match : matches) EXPECT_EQ(match.hit_blocks, kBlocks);
-  EXPECT_EQ(LongTurns(absl::StrCat("match of ", many.size(), " prefixes")), 0);
+  Look(absl::StrCat("match of ", many.size(), " prefixes"));
   {
     ASSERT_OK_AND_ASSIGN(auto first, cache_->CreateSequences(one));
     EXPECT_EQ(first[0]->match.hit_blocks, kBlocks);
-    EXPECT_EQ(LongTurns("createSequences"), 0);
+    Look("createSequences");
     ASSERT_OK_AND_ASSIGN(auto more, cache_->CreateSequences(many));
     for (const auto& each : more) EXPECT_EQ(each->match.hit_blocks, kBlocks);
-    EXPECT_EQ(LongTurns(absl::StrCat("createSequences of ", many.size(), " prefixes")), 0);
+    Look(absl::StrCat("createSequences of ", many.size(), " prefixes"));
     ASSERT_OK_AND_ASSIGN(auto fork, made.sequence->Fork());
-    EXPECT_EQ(LongTurns("fork"), 0);
+    Look("fork");
   }
   EXPECT_OK(client_->Ping());
-  EXPECT_EQ(LongTurns("drop of all of them"), 0);
+  Look("drop of all of them");
   ASSERT_OK_AND_ASSIGN(CreatedSequence equal, Long(*cache_, kBlocks, 1024));
   ASSERT_OK(equal.sequence->Publish(names));
-  EXPECT_EQ(LongTurns("publish of equal blocks"), 0);
+  Look("publish of equal blocks");
   ASSERT_OK(made.sequence->Crop(kPageTokens));
-  EXPECT_EQ(LongTurns("crop to one block"), 0);
+  Look("crop to one block");
 }
 
-TEST_F(LoopTest, WithTheLongestSequences) {
+LOOP_TEST(WithTheLongestSequences) {
   ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*cache_, kMostBlocks, 1000));
   ASSERT_OK_AND_ASSIGN(CreatedSequence equal, Long(*cache_, kMostBlocks, 1000));
-  EXPECT_EQ(LongTurns("appends of 16,000 tokens"), 0);
+  Look("appends of 16,000 tokens");
   std::vector<BlockName> names;
   for (int i = 0; i < kMostBlocks; ++i) names.push_back(NameOf(i));
   ASSERT_OK(made.sequence->Publish(names));
-  EXPECT_EQ(LongTurns("publish of 60,000 blocks"), 0);
+  Look("publish of 60,000 blocks");
   ASSERT_OK(made.sequence->Publish(names));
-  EXPECT_EQ(LongTurns("publish of the same"), 0);
+  Look("publish of the same");
   ASSERT_OK(equal.sequence->Publish(names));
-  EXPECT_EQ(LongTurns("publish of equal blocks"), 0);
+  Look("publish of equal blocks");
   {
     ASSERT_OK_AND_ASSIGN(const CreatedSequence created, cache_->CreateSequence(names));
     EXPECT_EQ(created.match.hit_blocks, kMostBlocks);
-    EXPECT_EQ(LongTurns("createSequences with a prefix of 60,000 blocks"), 0);
+    Look("createSequences with a prefix of 60,000 blocks");
     ASSERT_OK_AND_ASSIGN(const auto fork, created.sequence->Fork());
-    EXPECT_EQ(LongTurns("fork"), 0);
+    Look("fork");
   }
   ASSERT_OK(client_->Ping());
-  EXPECT_EQ(LongTurns("drop of both"), 0);
+  Look("drop of both");
   {
     ASSERT_OK_AND_ASSIGN(const auto there, client_->Explain(cache_->description().id, names));
     EXPECT_EQ(there.blocks.at(kMostBlocks - 1).place, client::BlockPlace::kMemory);
-    EXPECT_EQ(LongTurns("explain of 60,000 blocks that are there"), 0);
+    Look("explain of 60,000 blocks that are there");
     ASSERT_OK_AND_ASSIGN(const auto other, client_->OpenCache(Options("other")));
     std::vector<BlockName> missing = names;
     for (BlockName& name : missing) {
@@ -176,24 +219,24 @@ TEST_F(LoopTest, WithTheLongestSequences) {
     }
     ASSERT_OK_AND_ASSIGN(const auto nowhere, client_->Explain(other->description().id, missing));
     EXPECT_EQ(nowhere.blocks.at(kMostBlocks - 1).place, client::BlockPlace::kNowhere);
-    EXPECT_EQ(LongTurns("explain of 60,000 that are nowhere, beside 60,000 blocks"), 0);
+    Look("explain of 60,000 that are nowhere, beside 60,000 blocks");
   }
   for (const int priority : {100, 0, 50}) {
     ASSERT_OK_AND_ASSIGN(const auto retained, cache_->Retain(names, {.priority = priority, .ttl_ms = 60000}));
     EXPECT_EQ(retained.blocks, uint64_t{kMostBlocks});
-    EXPECT_EQ(LongTurns(absl::StrCat("retain of 60,000 blocks in use at priority ", priority)), 0);
+    Look(absl::StrCat("retain of 60,000 blocks in use at priority ", priority));
   }
   ASSERT_OK(equal.sequence->Crop(kPageTokens));
-  EXPECT_EQ(LongTurns("crop to one block"), 0);
+  Look("crop to one block");
   equal.sequence.reset();
   made.sequence.reset();
   ASSERT_OK(client_->Ping());
   EXPECT_TRUE(Eventually([&] { return client_->Status()->leases == 0; }));
-  EXPECT_EQ(LongTurns("drop of 60,000 blocks"), 0);
+  Look("drop of 60,000 blocks");
 }
 
 // The same blocks, which after a restart the disk alone has.
-TEST_F(LoopTest, WithTheLongestPrefixOnADisk) {
+LOOP_TEST(WithTheLongestPrefixOnADisk) {
   const TempDir directory;
   DaemonOptions options;
   options.host_pool_bytes = 1536 << 20;
@@ -204,38 +247,38 @@ TEST_F(LoopTest, WithTheLongestPrefixOnADisk) {
   {
     ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*cache_, kMostBlocks, 1000));
     ASSERT_OK(made.sequence->Publish(names));
-    EXPECT_EQ(LongTurns("publish of 60,000 blocks, with a disk"), 0);
+    Look("publish of 60,000 blocks, with a disk");
   }
   ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_disk_blocks") == kMostBlocks; }, 60000));
-  EXPECT_EQ(LongTurns("writing them"), 0);
+  Look("writing them");
   ASSERT_NO_FATAL_FAILURE(Restart(options));
   ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_disk_blocks") == kMostBlocks; }, 60000));
-  EXPECT_EQ(LongTurns("a start with them"), 0);
+  Look("a start with them");
   for (int i = 0; i < 2; ++i) {
     ASSERT_OK_AND_ASSIGN(const auto found, cache_->Match({{names}}));
     EXPECT_EQ(found[0].hit_blocks, kMostBlocks);
-    EXPECT_EQ(LongTurns(i == 0 ? "match of what the disk has" : "match of what memory has, and nobody uses"), 0);
+    Look(i == 0 ? "match of what the disk has" : "match of what memory has, and nobody uses");
     ASSERT_OK_AND_ASSIGN(const CreatedSequence created, cache_->CreateSequence(names));
     EXPECT_EQ(created.match.hit_blocks, kMostBlocks);
-    EXPECT_EQ(LongTurns("createSequences with it"), 0);
+    Look("createSequences with it");
   }
   // In memory and on the disk, evictable in both.
   ASSERT_OK(client_->Ping());
   ASSERT_TRUE(Eventually([&] { return client_->Status()->leases == 0; }));
-  LongTurns("drop of both");
+  Look("drop of both");
   for (const int priority : {100, 0, 80}) {
     ASSERT_OK_AND_ASSIGN(const auto retained, cache_->Retain(names, {.priority = priority, .ttl_ms = 60000}));
     EXPECT_EQ(retained.blocks, uint64_t{kMostBlocks});
-    EXPECT_EQ(LongTurns(absl::StrCat("retain of them at priority ", priority)), 0);
+    Look(absl::StrCat("retain of them at priority ", priority));
   }
   ASSERT_OK(cache_->Retain(names, {.priority = 80, .ttl_ms = 1}));
   ASSERT_OK(cache_->Retain({}, {}));
   ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_retained_blocks") < kMostBlocks; }));
-  EXPECT_EQ(LongTurns("their ends"), 0);
+  Look("their ends");
 }
 
 // And in memory that outlives the daemon: recorded, claimed, given up by a purge.
-TEST_F(LoopTest, WithTheLongestPrefixInKeptMemory) {
+LOOP_TEST(WithTheLongestPrefixInKeptMemory) {
   const TempDir directory;
   const std::string state = directory.path() + "/state";
   DaemonOptions options;
@@ -247,17 +290,17 @@ TEST_F(LoopTest, WithTheLongestPrefixInKeptMemory) {
   {
     ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*cache_, kMostBlocks, 1000));
     ASSERT_OK(made.sequence->Publish(names));
-    EXPECT_EQ(LongTurns("publish of 60,000 blocks that are recorded"), 0);
+    Look("publish of 60,000 blocks that are recorded");
   }
   ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_recorded_blocks") == kMostBlocks; }, 60000));
   daemon_->Kill();
   ASSERT_NO_FATAL_FAILURE(Restart(options));
   ASSERT_TRUE(Eventually([&] { return Gauge("kvmanager_recorded_blocks") == kMostBlocks; }, 60000));
-  EXPECT_EQ(LongTurns("their claim after a kill"), 0);
+  Look("their claim after a kill");
   {
     ASSERT_OK_AND_ASSIGN(const CreatedSequence created, cache_->CreateSequence(names));
     EXPECT_EQ(created.match.hit_blocks, kMostBlocks);
-    EXPECT_EQ(LongTurns("createSequences with them, compared"), 0);
+    Look("createSequences with them, compared");
   }
   cache_.reset();
   client_.reset();
@@ -266,14 +309,14 @@ TEST_F(LoopTest, WithTheLongestPrefixInKeptMemory) {
 }
 
 // What another tenant wrote is zeroed before somebody else has it.
-TEST_F(LoopTest, WhenMemoryChangesTenant) {
+LOOP_TEST(WhenMemoryChangesTenant) {
   {
     ASSERT_OK_AND_ASSIGN(auto theirs, client_->OpenCache(Options("theirs", 8, 128)));
     ASSERT_OK_AND_ASSIGN(const CreatedSequence made, Long(*theirs, 24000, 400));  // of 64 KiB: 1.5 GiB
   }
   ASSERT_OK(client_->Ping());
   EXPECT_TRUE(Eventually([&] { return client_->Status()->pools[0].used_bytes == 0; }));
-  EXPECT_EQ(LongTurns("1.5 GiB of one tenant, dropped"), 0);
+  Look("1.5 GiB of one tenant, dropped");
   CacheOptions options = Options("loop", 8, 128);
   options.page_tokens = 256;
   ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
@@ -289,15 +332,15 @@ TEST_F(LoopTest, WhenMemoryChangesTenant) {
   batch.entries = {entries.data(), 1};
   batch.k = batch.v = TensorView::Inline(rows.data(), rows.size() / entries.size());
   ASSERT_OK(cache->Step(batch));
-  EXPECT_EQ(LongTurns("one token, in a page of 1 MiB"), 0);
+  Look("one token, in a page of 1 MiB");
   entries[0].position = 1;
   batch.entries = entries;
   batch.k = batch.v = TensorView::Inline(rows.data(), rows.size());
   ASSERT_OK(cache->Step(batch));
-  EXPECT_EQ(LongTurns("200 tokens, in as many pages of 1 MiB"), 0);
+  Look("200 tokens, in as many pages of 1 MiB");
 }
 
-TEST_F(LoopTest, WithLargeAppends) {
+LOOP_TEST(WithLargeAppends) {
   ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(Options("large", 8, 128)));
   const size_t token_bytes = 8 * 128 * 2;  // of K, and of V
   ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
@@ -314,13 +357,13 @@ TEST_F(LoopTest, WithLargeAppends) {
   };
   const std::vector<uint8_t> rows(15 * kMiB);
   ASSERT_OK(append(TensorView::Inline(rows.data(), rows.size()), TensorView::Inline(rows.data(), rows.size())));
-  EXPECT_EQ(LongTurns("an append of 30 MiB inline"), 0);
+  Look("an append of 30 MiB inline");
   ASSERT_OK(append(arena->View(0, 64 * kMiB), arena->View(64 * kMiB, 64 * kMiB)));
-  EXPECT_EQ(LongTurns("an append of 128 MiB in an arena"), 0);
+  Look("an append of 128 MiB in an arena");
 }
 
 // The most pages that a step can open.
-TEST_F(LoopTest, WithAppendsOfVeryManyPages) {
+LOOP_TEST(WithAppendsOfVeryManyPages) {
   ASSERT_OK_AND_ASSIGN(const auto arena, client_->CreateArena(128 * kMiB));
   for (const std::string codec : {"raw", "hack"}) {
     const int head_dim = codec == "raw" ? 32 : 64, page_tokens = codec == "raw" ? kPageTokens : 64;
@@ -340,11 +383,11 @@ TEST_F(LoopTest, WithAppendsOfVeryManyPages) {
     };
     StepEntry entry{made.sequence->id(), 0, tokens};
     ASSERT_OK(append({&entry, 1}, tokens));
-    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": an append of ", tokens, " tokens")), 0);
+    Look(absl::StrCat(codec, ": an append of ", tokens, " tokens"));
     // Its pages age by the next one.
     entry = {made.sequence->id(), uint64_t(tokens), 1};
     ASSERT_OK(append({&entry, 1}, 1));
-    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": one token behind them")), 0);
+    Look(absl::StrCat(codec, ": one token behind them"));
     made.sequence.reset();
     // Many sequences whose open pages fill, and that open others.
     std::vector<CreatedSequence> all;
@@ -355,18 +398,18 @@ TEST_F(LoopTest, WithAppendsOfVeryManyPages) {
       all.push_back(std::move(one));
     }
     ASSERT_OK(append(entries, 4096 * (page_tokens - 1)));
-    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": 4,096 times a page but one token")), 0);
+    Look(absl::StrCat(codec, ": 4,096 times a page but one token"));
     for (StepEntry& each : entries) each = {each.sequence, uint64_t(page_tokens) - 1, page_tokens};
     ASSERT_OK(append(entries, 4096 * page_tokens));
-    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": 4,096 pages behind them")), 0);
+    Look(absl::StrCat(codec, ": 4,096 pages behind them"));
     all.clear();
     ASSERT_OK(client_->Ping());
-    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": the end of all of them")), 0);
+    Look(absl::StrCat(codec, ": the end of all of them"));
   }
 }
 
 // Out of a daemon and into the same one: as many pages as a quarter of the bound.
-TEST_F(LoopTest, WithHandOffsOfVeryManyPages) {
+LOOP_TEST(WithHandOffsOfVeryManyPages) {
   DaemonOptions large;
   large.host_pool_bytes = uint64_t{3000} << 20;
   ASSERT_NO_FATAL_FAILURE(Restart(large));
@@ -389,51 +432,51 @@ TEST_F(LoopTest, WithHandOffsOfVeryManyPages) {
   {
     ASSERT_OK_AND_ASSIGN(const CreatedSequence made, cache->CreateSequence());
     for (int layer = 0; layer < 4; ++layer) ASSERT_OK(append(*made.sequence, layer));
-    EXPECT_EQ(LongTurns("appends of 60,000 blocks of 4 layers"), 0);
+    Look("appends of 60,000 blocks of 4 layers");
     ASSERT_OK_AND_ASSIGN(auto fork, made.sequence->Fork());
-    EXPECT_EQ(LongTurns("fork of them"), 0);
+    Look("fork of them");
     fork.reset();
     ASSERT_OK_AND_ASSIGN(const auto sent, made.sequence->HandOff(daemon_->peer(), "", 60000));
     EXPECT_EQ(sent.pages_sent, 4u * kMostBlocks);
-    EXPECT_EQ(LongTurns("handOff of them"), 0);
+    Look("handOff of them");
     // And cancelled, at some time.
     for (const int64_t ms : {5, 40}) {
       EXPECT_FALSE(made.sequence->HandOff(daemon_->peer(), "", ms).ok());
       ASSERT_OK(client_->Ping());
     }
-    EXPECT_EQ(LongTurns("two that end before"), 0);
+    Look("two that end before");
   }
   ASSERT_OK(client_->Ping());
   ASSERT_OK_AND_ASSIGN(const CreatedSequence grows, cache->CreateSequence());
   ASSERT_OK_AND_ASSIGN(const auto hand_off,
                        grows.sequence->BeginHandOff(daemon_->peer(), uint64_t{kMostBlocks} * kPageTokens, 60000));
-  EXPECT_EQ(LongTurns("beginHandOff"), 0);
+  Look("beginHandOff");
   for (int layer = 0; layer < 4; ++layer) ASSERT_OK(append(*grows.sequence, layer));
-  EXPECT_EQ(LongTurns("appends meanwhile"), 0);
+  Look("appends meanwhile");
   ASSERT_OK(hand_off->Finish(""));
-  EXPECT_EQ(LongTurns("its end"), 0);
+  Look("its end");
 }
 
-TEST_F(LoopTest, WithManySequences) {
+LOOP_TEST(WithManySequences) {
   const std::vector<absl::Span<const BlockName>> none(4096);
   std::vector<std::vector<absl::StatusOr<CreatedSequence>>> all;
   for (int i = 0; i < 2; ++i) {
     ASSERT_OK_AND_ASSIGN(auto made, cache_->CreateSequences(none));
     all.push_back(std::move(made));
   }
-  EXPECT_EQ(LongTurns("createSequences of 2 x 4,096 empty ones"), 0);
+  Look("createSequences of 2 x 4,096 empty ones");
   Client::Options with_time;
   with_time.deadline_ms = 120000;
   ASSERT_OK_AND_ASSIGN(auto other, Client::Connect(daemon_->listen(), with_time));
   ASSERT_OK_AND_ASSIGN(const auto listed, other->Sequences());
   EXPECT_EQ(listed.size(), 8192u);
-  EXPECT_EQ(LongTurns("listing of 8,192 sequences"), 0);
+  Look("listing of 8,192 sequences");
   all.clear();
   EXPECT_TRUE(Eventually([&] { return other->Status()->leases == 0; }));
-  EXPECT_EQ(LongTurns("drop of 8,192 sequences"), 0);
+  Look("drop of 8,192 sequences");
 }
 
-TEST_F(LoopTest, WithManyCaches) {
+LOOP_TEST(WithManyCaches) {
   Client::Options with_time;
   with_time.deadline_ms = 120000;
   ASSERT_OK_AND_ASSIGN(auto opener, Client::Connect(daemon_->listen(), with_time));
@@ -450,15 +493,15 @@ TEST_F(LoopTest, WithManyCaches) {
   // Once the daemon has looked at them, which it does once a second.
   ASSERT_OK_AND_ASSIGN(const auto made, cache_->CreateSequence());
   EXPECT_TRUE(Eventually([&] { return Scrape(*daemon_)->Sum("kvmanager_tenant_sequences") == 1; }));
-  EXPECT_EQ(LongTurns("6,000 caches opened, counted and looked at"), 0);
+  Look("6,000 caches opened, counted and looked at");
   caches.clear();
   opener.reset();
   EXPECT_TRUE(Eventually([&] { return Scrape(*daemon_)->Sum("kvmanager_connections") == 1; }));
-  EXPECT_EQ(LongTurns("the end of their connection"), 0);
+  Look("the end of their connection");
 }
 
 // The kernel makes the table larger as it fills, which stops a process of several threads for some 10 ms.
-TEST_F(LoopTest, DescriptorsDoNotOutgrowTheirTable) {
+LOOP_TEST(DescriptorsDoNotOutgrowTheirTable) {
   const auto table = [this] {
     std::ifstream status(absl::StrCat("/proc/", daemon_->pid(), "/status"));
     for (std::string line; std::getline(status, line);) {
@@ -477,7 +520,7 @@ TEST_F(LoopTest, DescriptorsDoNotOutgrowTheirTable) {
   for (const int socket : sockets) close(socket);
 }
 
-TEST_F(LoopTest, AtTheEndOfAConnectionThatHeldManySequences) {
+LOOP_TEST(AtTheEndOfAConnectionThatHeldManySequences) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
@@ -492,10 +535,10 @@ TEST_F(LoopTest, AtTheEndOfAConnectionThatHeldManySequences) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_EQ(status, 0);
   EXPECT_TRUE(Eventually([&] { return client_->Status()->leases == 0; }));
-  EXPECT_EQ(LongTurns("end of a connection with 8,192 sequences"), 0);
+  Look("end of a connection with 8,192 sequences");
 }
 
-TEST_F(LoopTest, AtTheEndOfAConnectionThatHeldMuch) {
+LOOP_TEST(AtTheEndOfAConnectionThatHeldMuch) {
   // In a process of its own, which ends without a word.
   const pid_t child = fork();
   ASSERT_GE(child, 0);
@@ -511,21 +554,21 @@ TEST_F(LoopTest, AtTheEndOfAConnectionThatHeldMuch) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_EQ(status, 0);
   EXPECT_TRUE(Eventually([&] { return client_->Status()->pools[0].used_bytes == 0; }));
-  EXPECT_EQ(LongTurns("end of a connection with 512 forks of 4,096 blocks"), 0);
+  Look("end of a connection with 512 forks of 4,096 blocks");
 }
 
-TEST_F(LoopTest, WithManyBytesToVerify) {
+LOOP_TEST(WithManyBytesToVerify) {
   ASSERT_OK_AND_ASSIGN(auto large, client_->OpenCache(Options("large", 4, 256)));
   constexpr int kLarge = 4096;  // of 64 KiB: 256 MiB
   ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*large, kLarge, 32));
-  EXPECT_EQ(LongTurns("appends of 2 x 1 MiB"), 0);
+  Look("appends of 2 x 1 MiB");
   std::vector<BlockName> names;
   for (int i = 0; i < kLarge; ++i) names.push_back(NameOf(i));
   ASSERT_OK(made.sequence->Publish(names));
-  EXPECT_EQ(LongTurns("publish"), 0);
+  Look("publish");
   ASSERT_OK_AND_ASSIGN(auto created, large->CreateSequence(names));
   EXPECT_EQ(created.match.hit_blocks, kLarge);
-  EXPECT_EQ(LongTurns("createSequences that verifies 256 MiB"), 0);
+  Look("createSequences that verifies 256 MiB");
 }
 
 }  // namespace
