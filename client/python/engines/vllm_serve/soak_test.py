@@ -2,7 +2,7 @@
 
 No request may hang, and no text may be wrong: an answer is one that vLLM itself gives, behind as many blocks of its own prefix
 cache as it likes. (Which blocks come from the daemon differs from request to request, and the same sums in other pieces may
-choose the other of two words that are as likely.)
+choose the other of two words that are as likely.) vLLM itself is asked at the end, until each answer was found.
 
 $KVMANAGER_SOAK_REQUESTS: how many requests, 40 of them for each kill of the daemon and 400 for each of the engine.
 """
@@ -80,6 +80,34 @@ class Kills:
             self._dead_for = -1
 
 
+class Answers:
+    """Which answers each prompt was given, and to which request first."""
+
+    def __init__(self, prompts: list[list[int]]) -> None:
+        self._prompts = prompts
+        self._given: list[dict[str, str]] = [{} for _ in prompts]
+
+    def note(self, prompt: int, answer: str, request: str) -> None:
+        self._given[prompt].setdefault(answer, request)
+
+    def wrong(self, plain: Server) -> list[str]:
+        """Those that vLLM without the connector does not give, whatever it has in its prefix cache."""
+        wrong = []
+        for prompt, given in zip(self._prompts, self._given):
+            left = dict(given)
+            # Most are given behind nothing, or behind all that can be there.
+            most = (len(prompt) - 1) // BLOCK_TOKENS
+            for blocks in (0, most, *range(1, most)):
+                if not left:
+                    break
+                plain.forget()
+                if blocks:
+                    plain.generate(prompt[: blocks * BLOCK_TOKENS], 1)
+                left.pop(plain.generate(prompt, ANSWER_TOKENS)[0], None)
+            wrong += [f"{request}: {answer!r}" for answer, request in left.items()]
+        return wrong
+
+
 class SoakTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
@@ -91,21 +119,6 @@ class SoakTest(unittest.TestCase):
         cls.daemon = cls.enterClassContext(Daemon(host_pool="512MiB", flags=flags))
         cls.requests = cls.enterClassContext(concurrent.futures.ThreadPoolExecutor(1))
         cls.model = smollm2.convert(os.path.join(folder, "smollm2"))
-
-    def right_answers(self) -> tuple[list[list[int]], list[set[str]]]:
-        """Of each prompt: its tokens, and what vLLM answers with no block in its prefix cache, with one, and so on."""
-        with Server(self.model) as plain:
-            plain.ready()
-            prompts = [plain.chat_tokens(question) for question in questions()]
-            answers: list[set[str]] = []
-            for prompt in prompts:
-                answers.append(set())
-                for tokens in range(0, len(prompt), BLOCK_TOKENS):
-                    plain.forget()
-                    if tokens:
-                        plain.generate(prompt[:tokens], 1)
-                    answers[-1].add(plain.generate(prompt, ANSWER_TOKENS)[0])
-        return prompts, answers
 
     def engine(self) -> Server:
         """As docs/engines.md says: nothing of the connector is set but the address and the codec."""
@@ -121,23 +134,25 @@ class SoakTest(unittest.TestCase):
         with contextlib.suppress(OSError, http.client.HTTPException, AssertionError):
             request.result(timeout=_HUNG_S)
 
-    def wait_until_found(self, server: Server, prompt: list[int], right: set[str]) -> None:
+    def answer_of_found(self, server: Server, prompt: list[int]) -> str:
         """All is well again: the whole prompt comes from the daemon."""
         end = time.monotonic() + _FOUND_S
         want = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        found = 0.0
+        found, answer = 0.0, ""
         while found < want:
             self.assertLess(time.monotonic(), end, f"{found} tokens are found, must be {want}: {server.kvmanager_lines()}")
             server.forget()
             before = server.metric("vllm:kvmanager_loaded_tokens_total")
-            self.assertIn(server.generate(prompt, ANSWER_TOKENS)[0], right)
+            answer = server.generate(prompt, ANSWER_TOKENS)[0]
             found = server.metric("vllm:kvmanager_loaded_tokens_total") - before
+        return answer
 
     def test_no_request_hangs_and_no_text_is_wrong(self) -> None:
         choose = random.Random(self.seed)
         kills = Kills(self.daemon, choose)
-        prompts, right = self.right_answers()
         server = self.engine()
+        prompts = [server.chat_tokens(question) for question in questions()]
+        answers = Answers(prompts)
         loaded = failed = 0.0
         for request in range(REQUESTS):
             if falls_on(request, ENGINE_KILLS):
@@ -148,13 +163,16 @@ class SoakTest(unittest.TestCase):
             which = choose.randrange(len(prompts))
             answer = self.requests.submit(server.generate, prompts[which], ANSWER_TOKENS)
             kills.during_request(falls_on(request, DAEMON_KILLS))
-            self.assertIn(answer.result(timeout=_HUNG_S)[0], right[which], f"request {request}")
+            answers.note(which, answer.result(timeout=_HUNG_S)[0], f"request {request}")
             server.forget()
         kills.start()
-        for prompt, answers in zip(prompts, right):
-            self.wait_until_found(server, prompt, answers)
+        for which, prompt in enumerate(prompts):
+            answers.note(which, self.answer_of_found(server, prompt), "found at the end")
         loaded += server.metric("vllm:kvmanager_loaded_tokens_total")
         failed += server.metric("vllm:kvmanager_loads_failed_total")
+        server.stop()
+        with Server(self.model) as plain:
+            self.assertEqual([], answers.wrong(plain.ready()))
         print(
             f"{REQUESTS} requests, {kills.kills} kills of the daemon, {kills.stops} stops, {ENGINE_KILLS} kills of the "
             f"engine: {loaded:.0f} tokens came from the daemon, {failed:.0f} loads failed; no hung request, no wrong text; "
