@@ -128,7 +128,7 @@ def calibrate(folder, progress):
     kept = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "kvmanager"
     kept.mkdir(parents=True, exist_ok=True)
     artifact = kept / f"demo-{said[:16]}.safetensors"
-    progress.step(f"calibration artifact: {'training, about a minute' if not artifact.exists() else 'kept from an earlier run'}")
+    progress.step(f"calibration artifact: {'training, one to four minutes' if not artifact.exists() else 'kept from an earlier run'}")
     if not artifact.exists():
         codecs = [word for codec in CALIBRATED for word in ("--codec", codec)]
         run(folder, "client/cli/kvctl", "calibrate", "--model", MODEL, "--text", MODEL / "calibration.txt", "--windows",
