@@ -11,6 +11,7 @@
 #include <deque>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -71,7 +72,8 @@ class LoopCase {
     Restart(options);
   }
   virtual void Run() = 0;
-  const std::set<std::string>& long_steps() const { return long_; }
+  /// Steps, and calls as their metric names them.
+  const std::set<std::string>& long_turns() const { return long_; }
 
  protected:
   ~LoopCase() = default;
@@ -80,6 +82,7 @@ class LoopCase {
     client_.reset();
     daemon_.reset();
     seen_ = 0;
+    seen_of_.clear();
     ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
     Client::Options with_time;
     with_time.deadline_ms = 120000;
@@ -105,7 +108,7 @@ class LoopCase {
     EXPECT_OK(page);
     return page->Sum(name);
   }
-  /// Notes `step` if a turn lasted too long since the last call, and prints the longest.
+  /// Notes `step`, and the calls, if a turn lasted too long since the last look, and prints the longest.
   void Look(const std::string& step) {
     const std::string turns = "kvmanager_loop_long_turns_total";
     const auto page = Scrape(*daemon_);
@@ -116,8 +119,11 @@ class LoopCase {
     std::fflush(stdout);
     if (since == 0) return;
     long_.insert(step);
+    // What follows an answer may be seen behind another step in another try.
     for (const auto& [call, count] : page->families.at(turns).samples) {
-      if (count > 0) std::printf("  %s: %.0f\n", call.c_str(), count);
+      if (count == std::exchange(seen_of_[call], count)) continue;
+      std::printf("  %s\n", call.c_str());
+      long_.insert(call);
     }
   }
 
@@ -125,6 +131,7 @@ class LoopCase {
   std::unique_ptr<Client> client_;
   std::unique_ptr<Cache> cache_;
   double seen_ = 0;
+  std::map<std::string, double> seen_of_;  // calls
   std::set<std::string> long_;
 };
 
@@ -138,9 +145,9 @@ void Try() {
     if (!::testing::Test::HasFailure()) now.Run();
     if (::testing::Test::HasFailure()) return;
     std::set<std::string> both;
-    std::set_intersection(every_time.begin(), every_time.end(), now.long_steps().begin(), now.long_steps().end(),
+    std::set_intersection(every_time.begin(), every_time.end(), now.long_turns().begin(), now.long_turns().end(),
                           std::inserter(both, both.end()));
-    every_time = tries == 1 ? now.long_steps() : both;
+    every_time = tries == 1 ? now.long_turns() : both;
     if (every_time.empty()) return;
     std::printf("long in %d of %d tries: %s\n", tries, kTries, absl::StrJoin(every_time, "; ").c_str());
   }

@@ -38,11 +38,11 @@ void Assign(benchmark::State& state, Isa isa) {
   CountOperations(state, double(kRows) * kCentroids * dims * 2);
 }
 
-// Eight chains of a multiply and an add hide both latencies.
+// Chains of a multiply and an add, as many as registers hold beside the two operands, hide both latencies.
 template <int kLanes>
 [[gnu::always_inline]] inline void MultiplyAndAdd(benchmark::State& state) {
   typedef float F __attribute__((vector_size(4 * kLanes)));
-  constexpr int kChains = 8, kTimes = 4096;
+  constexpr int kChains = 13, kTimes = 4096;
   const volatile float half = 0.5f;
   const F factor = F{} + half, one = F{} + 1.0f;
   F chains[kChains] = {};

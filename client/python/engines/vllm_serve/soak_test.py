@@ -134,18 +134,17 @@ class SoakTest(unittest.TestCase):
         with contextlib.suppress(OSError, http.client.HTTPException, AssertionError):
             request.result(timeout=_HUNG_S)
 
-    def answer_of_found(self, server: Server, prompt: list[int]) -> str:
+    def wait_until_found(self, server: Server, which: int, prompt: list[int], answers: Answers) -> None:
         """All is well again: the whole prompt comes from the daemon."""
         end = time.monotonic() + _FOUND_S
         want = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        found, answer = 0.0, ""
+        found = 0.0
         while found < want:
             self.assertLess(time.monotonic(), end, f"{found} tokens are found, must be {want}: {server.kvmanager_lines()}")
             server.forget()
             before = server.metric("vllm:kvmanager_loaded_tokens_total")
-            answer = server.generate(prompt, ANSWER_TOKENS)[0]
+            answers.note(which, server.generate(prompt, ANSWER_TOKENS)[0], "behind all requests")
             found = server.metric("vllm:kvmanager_loaded_tokens_total") - before
-        return answer
 
     def test_no_request_hangs_and_no_text_is_wrong(self) -> None:
         choose = random.Random(self.seed)
@@ -167,7 +166,7 @@ class SoakTest(unittest.TestCase):
             server.forget()
         kills.start()
         for which, prompt in enumerate(prompts):
-            answers.note(which, self.answer_of_found(server, prompt), "found at the end")
+            self.wait_until_found(server, which, prompt, answers)
         loaded += server.metric("vllm:kvmanager_loaded_tokens_total")
         failed += server.metric("vllm:kvmanager_loads_failed_total")
         server.stop()
