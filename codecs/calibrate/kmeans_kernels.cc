@@ -8,6 +8,8 @@
 namespace kvmanager::calibrate {
 namespace {
 
+constexpr int kSumLanes = 16;  // sums are added up as by so many lanes, whatever a register has
+
 #define KV_KERNEL_ISA portable
 #define KV_KERNEL_LANES 4
 #include "codecs/calibrate/kmeans_kernels_impl.h"

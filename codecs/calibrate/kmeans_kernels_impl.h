@@ -72,8 +72,7 @@ void Assign(const float* x, size_t rows, int dims, const float* centroids, const
 
 void Approach(const float* x, size_t rows, int dims, const float* centroid, float* distance, float* sums) {
   for (size_t row = 0; row < rows; row += kRowsBlock) {
-    // As 16 lanes add up, whatever a register has.
-    constexpr int kParts = 16 / kLanes;
+    constexpr int kParts = kSumLanes / kLanes;
     F sum[kParts] = {};
     for (int v = 0; v < kRowsBlock; v += kLanes) {
       F near = {};
@@ -87,7 +86,7 @@ void Approach(const float* x, size_t rows, int dims, const float* centroid, floa
       sum[v / kLanes % kParts] += near;
     }
     float total = 0;
-    for (int lane = 0; lane < 16; ++lane) total += sum[lane / kLanes][lane % kLanes];
+    for (int lane = 0; lane < kSumLanes; ++lane) total += sum[lane / kLanes][lane % kLanes];
     sums[row / kRowsBlock] = total;
   }
 }

@@ -73,6 +73,7 @@ struct Block : Evictable {
     for (size_t byte = 0; byte < sizeof(Block); byte += 64) {
       __builtin_prefetch(reinterpret_cast<const uint8_t*>(this) + byte, /*rw=*/1);
     }
+    __builtin_prefetch(reinterpret_cast<const uint8_t*>(this + 1) - 1, /*rw=*/1);  // it may begin within a line
   }
   /// Of its encoded pages: the rung that they are on, all on one (Codec::rung). 0: it has none.
   int rung() const {

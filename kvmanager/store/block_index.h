@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -20,30 +19,9 @@
 #include "kvmanager/store/page_bytes.h"
 #include "kvmanager/store/store_metrics.h"
 #include "kvmanager/store/tier.h"
+#include "kvmanager/store/unnamed_blocks.h"
 
 namespace kvmanager {
-
-/// Blocks that have no name, in no order. An insertion takes as long with a million as with one: there is no table that
-/// is built anew.
-class UnnamedBlocks {
- public:
-  void Insert(Block* block) {
-    block->unnamed_place = static_cast<uint32_t>(blocks_.size());
-    blocks_.push_back(block);
-  }
-  /// Of those inserted.
-  void Erase(Block* block) {
-    KV_CHECK(block->unnamed_place < blocks_.size() && blocks_[block->unnamed_place] == block);
-    Block* const last = blocks_.back();
-    blocks_[block->unnamed_place] = last;
-    last->unnamed_place = block->unnamed_place;
-    blocks_.pop_back();
-  }
-  const std::deque<Block*>& all() const { return blocks_; }
-
- private:
-  std::deque<Block*> blocks_;  // each at its unnamed_place
-};
 
 /// Somebody takes the found block: where it was until then.
 HitTier TakeHit(Block* block);
