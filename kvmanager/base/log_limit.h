@@ -29,6 +29,8 @@ class LogLimit {
   /// Lines that were left out, once their time has ended: to be said, and counted no more. 0: there are none, or it
   /// goes on. To be called now and then.
   uint64_t TakeLeftOut(int64_t now_ns) { return now_ns - begun_ns_ < kNs ? 0 : std::exchange(left_out_, 0); }
+  /// Whether lines were left out that are still to be said.
+  bool has_left_out() const { return left_out_ > 0; }
 
  private:
   int64_t begun_ns_ = -kNs;

@@ -9,7 +9,6 @@
 #include <spdlog/spdlog.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,11 +18,11 @@
 #include <optional>
 #include <utility>
 
-#include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/api/socket_stream.h"
 #include "kvmanager/base/failpoints.h"
 #include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/socket_peer.h"
 
 namespace kvmanager {
 namespace {
@@ -131,48 +130,12 @@ void TuneTcp(int fd) {
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, limits::kTcpDeadS * 1000);
 }
 
-// The process that connected and its user. pid 0: it is of another PID namespace.
-ucred PeerOf(int socket) {
-  ucred credentials = {};
-  socklen_t bytes = sizeof credentials;
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0) return {0, uid_t(-1), gid_t(-1)};
-  credentials.pid = std::max(credentials.pid, 0);
-  return credentials;
-}
-
-// Whose a connection is: the user's over a Unix socket, the host's over TCP.
-uint64_t OriginOf(int socket, const ucred& peer, bool unix_socket) {
-  if (unix_socket) return peer.uid;
-  sockaddr_storage address{};
-  socklen_t bytes = sizeof address;
-  const bool known = getpeername(socket, reinterpret_cast<sockaddr*>(&address), &bytes) == 0;
-  absl::string_view host;
-  if (known && address.ss_family == AF_INET) {
-    const in_addr& at = reinterpret_cast<const sockaddr_in&>(address).sin_addr;
-    host = {reinterpret_cast<const char*>(&at), sizeof at};
-  } else if (known && address.ss_family == AF_INET6) {
-    // One host may have a whole /64.
-    host = {reinterpret_cast<const char*>(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr), 8};
-  }
-  return absl::HashOf(host) | uint64_t{1} << 63;  // no user's
-}
-
 // A descriptor of this number or above is left to administrators.
 int FdsForOthers() {
   rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > rlim_t{INT_MAX}) return INT_MAX;
   const rlim_t reserve = std::min<rlim_t>(kFdsPerConnection * limits::kAdminConnectionsMax, limit.rlim_cur / 4);
   return static_cast<int>(limit.rlim_cur - reserve);
-}
-
-// A descriptor of the process that connected, or -1: it is of another PID namespace, or the kernel is too old.
-int PeerPidFd(int socket) {
-  constexpr int kSoPeerPidFd = 77;  // SO_PEERPIDFD, Linux 6.5: free of races with a PID's reuse
-  int pidfd = -1;
-  socklen_t bytes = sizeof pidfd;
-  if (getsockopt(socket, SOL_SOCKET, kSoPeerPidFd, &pidfd, &bytes) == 0) return pidfd;
-  const pid_t pid = PeerOf(socket).pid;
-  return pid == 0 ? -1 : static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
 }
 
 capnp::ReaderOptions Limits() {
@@ -186,8 +149,9 @@ capnp::ReaderOptions Limits() {
 class Connections::Connection {
  public:
   Connection(const Parts& parts, uint64_t id, uint64_t origin, kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls,
-             const Proof& proof, const ucred& peer)
+             const Proof& proof, const ucred& peer, ConnectionEndLog* log)
       : parts_(parts),
+        log_(log),
         id_(id),
         origin_(origin),
         admin_(proof.admin),
@@ -211,9 +175,7 @@ class Connections::Connection {
     rpc_.setFlowLimit(limits::kCallsInFlightBytesMax / sizeof(capnp::word));
     hello_ = parts.loop->timer()
                  .afterDelay(limits::kHelloMs * kj::MILLISECONDS)
-                 .then([this] {
-                   if (!session_->handshake_done()) End(EndReason::kNoHello, "");
-                 })
+                 .then([this] { SaidNoHello(); })
                  .eagerlyEvaluate(nullptr);
     if (proof.unix_socket) {
       pidfd_ = kj::AutoCloseFd(PeerPidFd(fd_.get()));
@@ -289,6 +251,13 @@ class Connections::Connection {
     if (which == capnp::rpc::Message::FINISH && unfinished_ > 0) --unfinished_;
   }
 
+  // It is silent, or no client of kvmanager.
+  void SaidNoHello() {
+    if (session_->handshake_done()) return;
+    End(EndReason::kNoHello,
+        absl::StrCat("it did not say hello within ", limits::kHelloMs / 1000, " s, with which a client begins"));
+  }
+
   void OnMalformed(const kj::Exception& exception) {
     parts_.session->calls->NoteMalformed();
     End(EndReason::kFraming, absl::StrCat("malformed message: ", exception.getDescription().cStr()));
@@ -298,8 +267,7 @@ class Connections::Connection {
     if (ending_soon_) return;
     ending_soon_ = true;
     reason_ = reason;
-    spdlog::warn("connection {} of \"{}\" ends: {}{}{}", id_, session_->name(), EndReasonName(reason),
-                 why.empty() ? "" : ": ", why);
+    log_->Note(id_, session_->name(), DescribePeer(fd_.get(), unix_socket()), reason, why);
     grace_ = parts_.loop->timer()
                  .afterDelay(kAbortGraceMs * kj::MILLISECONDS)
                  .then([this] { ending_.fulfiller->fulfill(); })
@@ -307,6 +275,7 @@ class Connections::Connection {
   }
 
   const Parts& parts_;
+  ConnectionEndLog* const log_;
   const uint64_t id_, origin_;
   const bool admin_;
   kj::AutoCloseFd fd_, write_fd_;
@@ -338,6 +307,7 @@ struct Connections::Listener {
 
 Connections::Connections(const Parts& parts, const std::vector<std::unique_ptr<ListenSocket>>& sockets)
     : parts_(parts),
+      end_log_(&parts_.loop->timer()),
       handshakes_({parts.loop, parts.daemon->workers, parts.daemon->queue, parts.metrics}),
       tasks_(std::make_unique<kj::TaskSet>(static_cast<kj::TaskSet::ErrorHandler&>(*this))) {
   for (const auto& socket : sockets) {
@@ -427,7 +397,8 @@ void Connections::Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const Li
   proof.unix_socket = unix_socket;
   (unix_socket ? parts_.metrics->accepted_unix : parts_.metrics->accepted_tcp).Increment();
   const uint64_t id = next_id_++;
-  auto connection = std::make_unique<Connection>(parts_, id, origin, kj::mv(fd), std::move(tls), proof, peer);
+  auto connection =
+      std::make_unique<Connection>(parts_, id, origin, kj::mv(fd), std::move(tls), proof, peer, &end_log_);
   tasks_->add(connection->WhenOver().then([this, id] { End(id); }, [this, id](kj::Exception&&) { End(id); }));
   CountIn(*connection);
   connections_.emplace(id, std::move(connection));

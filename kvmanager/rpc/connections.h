@@ -28,6 +28,7 @@
 #include "absl/container/btree_map.h"
 #include "kvmanager/base/event_loop.h"
 #include "kvmanager/base/owner_counts.h"
+#include "kvmanager/rpc/connection_end_log.h"
 #include "kvmanager/rpc/listen_socket.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/service.h"
@@ -77,6 +78,7 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   void taskFailed(kj::Exception&& exception) override;
 
   const Parts parts_;
+  ConnectionEndLog end_log_;
   uint64_t next_id_ = 1;
   size_t admin_connections_ = 0;                                        // of connections_
   absl::btree_map<uint64_t, std::unique_ptr<Connection>> connections_;  // the oldest first

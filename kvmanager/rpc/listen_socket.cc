@@ -14,6 +14,7 @@
 #include "kvmanager/base/address.h"
 #include "kvmanager/base/local_socket.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/rpc/socket_peer.h"
 
 namespace kvmanager {
 namespace {
@@ -23,23 +24,40 @@ absl::Status CannotListen(absl::string_view flag, absl::string_view address, abs
                     {std::string(flag), std::string(address), ""});
 }
 
+// What a connection to a path finds.
+struct Probed {
+  bool refused = false;  // nobody listens
+  pid_t listener = 0;    // who does; 0: it is not known
+};
+
+Probed Probe(const sockaddr_un& address) {
+  Probed probed;
+  const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (probe < 0) return probed;
+  if (connect(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0) {
+    probed.listener = PeerOf(probe).pid;
+  } else {
+    probed.refused = errno == ECONNREFUSED;
+  }
+  close(probe);
+  return probed;
+}
+
 // True if the path is a socket that nobody listens on.
 bool IsStale(const sockaddr_un& address) {
   struct stat info;
-  if (lstat(address.sun_path, &info) != 0 || !S_ISSOCK(info.st_mode)) return false;
-  const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (probe < 0) return false;
-  const bool refused =
-      connect(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 && errno == ECONNREFUSED;
-  close(probe);
-  return refused;
+  return lstat(address.sun_path, &info) == 0 && S_ISSOCK(info.st_mode) && Probe(address).refused;
 }
 
 // What to do about a path that could not be bound.
 std::string WhyNotBound(const std::string& path, int error) {
   struct stat info;
   if (error == EADDRINUSE && lstat(path.c_str(), &info) == 0) {
-    if (S_ISSOCK(info.st_mode)) return "another process listens there";
+    if (S_ISSOCK(info.st_mode)) {
+      const pid_t listener = Probe(UnixAddress(path)).listener;
+      const std::string who = listener == 0 ? "another process" : absl::StrCat("process ", listener);
+      return absl::StrCat(who, " listens there already; use that daemon, or stop it, or listen elsewhere");
+    }
     return absl::StrCat(S_ISDIR(info.st_mode) ? "a directory" : "a file that is no socket",
                         " is there; remove it, or listen elsewhere");
   }

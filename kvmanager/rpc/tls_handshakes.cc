@@ -1,7 +1,5 @@
 #include "kvmanager/rpc/tls_handshakes.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
 
@@ -13,6 +11,7 @@
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/socket_peer.h"
 
 namespace kvmanager {
 namespace {
@@ -20,22 +19,6 @@ namespace {
 constexpr int64_t kLogEveryNs = 1000000000;
 constexpr int64_t kDrainMs = 200;  // for a client to read why it is refused
 constexpr size_t kDrainBytesMax = 256 << 10;
-
-// "HOST:PORT" of the other end.
-std::string PeerOf(int fd) {
-  sockaddr_storage address = {};
-  socklen_t bytes = sizeof address;
-  char text[INET6_ADDRSTRLEN] = "?";
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&address), &bytes) != 0) return text;
-  if (address.ss_family == AF_INET6) {
-    const auto& six = reinterpret_cast<const sockaddr_in6&>(address);
-    inet_ntop(AF_INET6, &six.sin6_addr, text, sizeof text);
-    return absl::StrCat("[", text, "]:", ntohs(six.sin6_port));
-  }
-  const auto& four = reinterpret_cast<const sockaddr_in&>(address);
-  inet_ntop(AF_INET, &four.sin_addr, text, sizeof text);
-  return absl::StrCat(text, ":", ntohs(four.sin_port));
-}
 
 }  // namespace
 
@@ -52,7 +35,7 @@ class TlsHandshakes::Handshake {
         socket_(std::make_shared<Socket>()),
         readable_(parts.loop->port(), fd, kj::UnixEventPort::FdObserver::OBSERVE_READ),
         evicted_(kj::newPromiseAndFulfiller<void>()),
-        peer_(PeerOf(fd)),
+        peer_(PeerAddress(fd)),
         done_(std::move(done)) {
     socket_->fd = kj::AutoCloseFd(fd);
     socket_->tls = std::make_unique<TlsLink>(std::move(context), fd);

@@ -1,4 +1,4 @@
-// What tests of the disk look at of the log.
+// What tests look at of the log.
 #pragma once
 
 #include <spdlog/sinks/base_sink.h>
