@@ -8,6 +8,9 @@ States of a Link, all changed by its thread alone:
 
     away -> attached: a connection was made.          attached -> away: the daemon does not answer a ping any more.
     any -> closed: close().
+
+What an operator must know is said once, through the engine's logger: that the daemon is lost or not there, or that it
+declines what the engine asks for (OFF). Links of one process to one daemon say each of these once together.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from typing import Callable, Protocol
+from typing import Callable, Mapping, Protocol
 
 from ._lib import StoreSignals
 from .cache import Cache
@@ -30,11 +33,10 @@ from .errors import (
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
+    ResourceExhaustedError,
     UnavailableError,
     UnimplementedError,
 )
-
-logger = logging.getLogger("kvmanager")
 
 RETRY_S = 0.1
 RETRY_MAX_S = 5.0
@@ -45,6 +47,12 @@ CACHES_MAX = 64  # open at once; the least recently used goes
 _MS_MAX = 3600000
 _WRONG = (InvalidArgumentError, FailedPreconditionError, NotFoundError, PermissionDeniedError, UnimplementedError)
 PENDING_MAX = 64  # calls under way that nobody waits for
+_GOES_ON = (
+    "Requests go on without it. Start kvmanagerd if it does not run: this engine attaches by itself"
+)
+_LOST, _AWAY = "lost", "away"
+_said: dict[str, str] = {}  # what was last said of the daemon at an address
+_said_lock = threading.Lock()
 _SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 
 
@@ -141,7 +149,8 @@ class Link:
     """The thread, its connection and its jobs. What is public is for any thread.
 
     describe: arguments of Client.open_cache for a key. on_attach(session), on_detach(): on the link's thread, before the
-    first and after the last job of a session; errors of on_attach end the session."""
+    first and after the last job of a session; errors of on_attach end the session. log: the engine's. set_by: what sets
+    a field of open_cache in the engine, where its name does not say it: {"page_tokens": "vLLM's --block-size"}."""
 
     def __init__(
         self,
@@ -152,10 +161,15 @@ class Link:
         on_detach: Callable[[], None] = lambda: None,
         deadline_ms: int = 10000,
         connect_ms: int = 500,
+        log: logging.Logger = logging.getLogger("kvmanager"),
+        set_by: Mapping[str, str] | None = None,
     ) -> None:
         self.address = address
         self.detachments = 0
         self.why = "kvmanagerd has not answered yet"  # it is not attached
+        self.off = ""  # why what is asked for cannot be had, whatever daemon is there
+        self._log, self._set_by = log, set_by or {}
+        self._client: Client | None = None  # while attached
         self._name, self._describe = name, describe
         self._on_attach, self._on_detach = on_attach, on_detach
         self._deadline_ms, self._connect_ms = deadline_ms, connect_ms
@@ -178,6 +192,21 @@ class Link:
     def waiting(self) -> int:
         """Jobs that have not begun, but for urgent ones. A moment's number."""
         return len(self._jobs)
+
+    def refusal(self) -> Error:
+        """Why submit() refuses, for the job."""
+        if self.off:
+            return FailedPreconditionError(self.off)
+        if not self._attached:
+            return UnavailableError("the daemon is away")
+        return ResourceExhaustedError(f"{JOBS_MAX} jobs of the engine wait for the daemon")
+
+    def says(self, error: object) -> bool:
+        """Whether a line of the link tells of this error of a job, so that none need be written for the job."""
+        if not self._attached or isinstance(error, DeadlineExceededError):
+            return True
+        client = self._client
+        return isinstance(error, UnavailableError) and (client is None or not client.connected)
 
     def wait(self, attached: bool, timeout_s: float) -> bool:
         """Until it is (not) attached; whether it came to that in time."""
@@ -225,19 +254,20 @@ class Link:
             try:
                 session = self._attach()
             except Exception as error:  # noqa: BLE001: whatever it is, the engine goes on without a daemon
-                if self.why != str(error) or not said:
-                    wrong = isinstance(error, _WRONG)
-                    text = "kvmanager: OFF, because %s: %s" if wrong else "kvmanagerd at %s: %s; trying again"
-                    logger.log(logging.ERROR if wrong else logging.WARNING, text, self.address, error)
-                self.why, said = str(error), True
+                why = self._why(error)
+                self.off = why if isinstance(error, _WRONG) else ""
+                if self.why != why or not said:
+                    self._say_not_attached(error, why)
+                self.why, said = why, True
                 with self._changed:
                     self._tried = True
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._closed, retry_s)
                 retry_s = min(2 * retry_s, RETRY_MAX_S)
                 continue
-            logger.info("attached to kvmanagerd at %s", self.address)
-            retry_s, said = RETRY_S, False
+            with _said_lock:
+                _said.pop(self.address, None)
+            retry_s, said, self.off, self._client = RETRY_S, False, "", session.client
             self._set_attached(True)
             error = self._serve(session)
             self._set_attached(False)
@@ -246,7 +276,36 @@ class Link:
             self.detachments += 1
             self._on_detach()
             if not self._closed:
-                logger.warning("detached from kvmanagerd at %s: %s", self.address, error)
+                broken = isinstance(error, UnavailableError)  # of which there is no more to say
+                why = "" if broken else f": {self._why(error)}"
+                self._say(_LOST, logging.WARNING, f"kvmanager: lost kvmanagerd at {self.address}{why}. {_GOES_ON}")
+
+    def _why(self, error: Exception) -> str:
+        """For an operator: without advice to who calls the client, and in the engine's terms."""
+        if not isinstance(error, Error):
+            return f"{type(error).__name__}: {error}"
+        by = self._set_by.get(error.field)
+        return error.message + (f" ({error.field} is {by})" if by else "")
+
+    def _say_not_attached(self, error: Exception, why: str) -> None:
+        if isinstance(error, _WRONG):
+            text = f"kvmanager: OFF, because {why}. Requests are served without it (kvmanagerd at {self.address})"
+            self._say(text, logging.ERROR, text)
+        elif isinstance(error, Error):
+            what = why if self.address in why else f"no kvmanagerd at {self.address}: {why}"
+            self._say(_AWAY, logging.WARNING, f"kvmanager: {what}. {_GOES_ON}")
+        else:
+            text = f"kvmanager: cannot attach to kvmanagerd at {self.address}: {why}. Requests go on without it"
+            self._say(text, logging.WARNING, text)
+
+    def _say(self, what: str, level: int, text: str) -> None:
+        """Unless it is the last that was said of this daemon, or follows from it."""
+        with _said_lock:
+            last = _said.get(self.address)
+            if last == what or (what == _AWAY and last == _LOST):
+                return
+            _said[self.address] = what
+        self._log.log(level, "%s", text)
 
     def _attach(self) -> Session:
         client = connect(
@@ -270,6 +329,8 @@ class Link:
             self._attached = attached
             self._tried = True
             self._changed.notify_all()
+            if not attached:
+                self._client = None
 
     def _serve(self, session: Session) -> Error:
         """Runs jobs until the daemon is gone, or the link is closed; returns why."""
@@ -306,8 +367,7 @@ class Link:
         self._signal()
         return job
 
-    @staticmethod
-    def _run_job(job: Job, session: Session) -> Error | None:
+    def _run_job(self, job: Job, session: Session) -> Error | None:
         """Why it failed."""
         try:
             job.run(session)
@@ -315,7 +375,7 @@ class Link:
             job.fail(error)
             return error
         except Exception as error:  # noqa: BLE001: nothing that a job does may end the thread
-            logger.exception("a job of the engine's connector failed")
+            self._log.exception("kvmanager: a job of the engine's connector failed")
             failed = Error(f"{type(error).__name__}: {error}")
             job.fail(failed)
             return failed

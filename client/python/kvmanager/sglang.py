@@ -22,7 +22,7 @@ from sglang.srt.mem_cache import hicache_storage as base
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from ._link import Link, Session, check_setting, share_lock
-from .errors import Error, UnavailableError
+from .errors import Error
 from .host_pool import PageCopier, Pool, Sides
 from .pool_pages import OF_EVICTION, PoolPages
 
@@ -143,9 +143,16 @@ class KvManagerHiCache(HiCacheStorage):
                 self._settings["address"],
                 f"sglang rank {config.tp_rank}",
                 lambda key: self._pools[key].options,
-                lambda session: session.cache(name),
+                functools.partial(self._attach, name),
                 deadline_ms=self._settings["deadline_ms"],
+                log=logger,
+                set_by={"page_tokens": "SGLang's --page-size", "dtype": "SGLang's --dtype"},
             )
+
+    def _attach(self, name: str, session: Session) -> None:
+        """The link's thread."""
+        o = session.cache(name).description
+        logger.info("kvmanager: attached to %s: model %s, codec %s", self._settings["address"], o.options.model, o.options.codec)
 
     @property
     def attached(self) -> bool:
@@ -156,13 +163,13 @@ class KvManagerHiCache(HiCacheStorage):
     def _call(self, function: Callable[[Session], Any], otherwise: Any, urgent: bool = True) -> Any:
         call = Call(function)
         if self._link is None or not self._link.submit(call, urgent):
-            self._misses["away"] += 1
+            self._misses["failed" if self._link is not None and self._link.off else "away"] += 1
             return otherwise
         call.wait()
         if call.error is not None:
             self._misses["failed"] += 1
-            if not isinstance(call.error, UnavailableError):
-                logger.warning("kvmanager: %s", call.error)
+            if not self._link.says(call.error):
+                logger.warning("kvmanager: %s", call.error.message)
             return otherwise
         return call.result
 

@@ -246,7 +246,7 @@ class Engine:
         """Until what the halves began is done."""
         for connector in self.connectors():
             half = connector._scheduler or connector._worker
-            if not half.link.settle(DEADLINE_S):
+            if half.link is not None and not half.link.settle(DEADLINE_S):
                 raise AssertionError("the connector does not come to rest")
 
     def step(self) -> bool:

@@ -467,48 +467,5 @@ class DisaggregatedTest(unittest.TestCase):
         self.assertEqual(499 // 16 * 16, decode.loaded_tokens)
 
 
-class DaemonGoneTest(unittest.TestCase):
-    def test_the_engine_goes_on_and_attaches_again(self) -> None:
-        tokens = prompt(60, 320)
-        with Daemon(host_pool="128MiB") as daemon, Engine(daemon.listen) as engine:
-            (expected,) = engine.run(engine.add("a", tokens))
-            # In the middle of a request that was looked up and of one that stores.
-            engine.scheduler.reset_prefix_cache()
-            loading = engine.add("b", tokens)
-            storing = engine.add("c", prompt(61, 400), output=40)
-            engine.settle()
-            daemon.kill()
-            engine.run(loading, storing)
-            self.assertEqual(expected, list(loading.output_token_ids))
-            self.assertTrue(engine.wait(False))
-            # While it is away: misses.
-            engine.scheduler.reset_prefix_cache()
-            before = engine.loaded_tokens
-            engine.run(engine.add("d", tokens))
-            self.assertEqual(before, engine.loaded_tokens)
-            daemon.start()
-            self.assertTrue(engine.wait(True))
-            engine.scheduler.reset_prefix_cache()
-            engine.run(engine.add("e", tokens))  # the new daemon has nothing
-            self.assertEqual(before, engine.loaded_tokens)
-            engine.scheduler.reset_prefix_cache()
-            engine.run(engine.add("f", tokens))
-            self.assertEqual(before + 304, engine.loaded_tokens)
-
-    def test_a_daemon_that_comes_later(self) -> None:
-        with Daemon(host_pool="128MiB") as daemon:
-            daemon.kill()
-            engine = Engine(daemon.listen)
-            self.assertFalse(engine.connector.attached)
-            engine.run(engine.add("a", prompt(62, 100)))
-            daemon.start()
-            with engine:
-                engine.scheduler.reset_prefix_cache()
-                engine.run(engine.add("b", prompt(62, 100)))
-                engine.scheduler.reset_prefix_cache()
-                engine.run(engine.add("c", prompt(62, 100)))
-                self.assertEqual(96, engine.loaded_tokens)
-
-
 if __name__ == "__main__":
     unittest.main()

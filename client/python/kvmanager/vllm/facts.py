@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _PAGE_TOKENS = range(16, 257, 16)
 _PLANS = ("cheaper", "load")
+SET_BY = {"page_tokens": "vLLM's --block-size", "dtype": "vLLM's --dtype"}  # fields of open_cache
 _MAP_GIB_MAX = 2048  # a pool's most
 _STAGING_MIB_MAX = 2048  # two arenas of 1 GiB
 

@@ -112,7 +112,7 @@ class LoadJob:
         extent.close()
 
     def fail(self, error: Error) -> None:
-        self._half.log(f"a load of request {self._load.request} failed", error)
+        self._half.log_error(f"a load of request {self._load.request} failed", error)
         self._half.loaded(self._load, 0)
 
 
@@ -159,7 +159,7 @@ class FinishJob:
     def fail(self, error: Error) -> None:
         if self._finish.peer:
             self._half.count("hand_offs_failed")
-            self._half.log(f"handing request {self._finish.request} to {self._finish.peer!r} failed", error)
+            self._half.log_error(f"handing request {self._finish.request} to {self._finish.peer!r} failed", error)
 
 
 __all__ = ["FinishJob", "LoadJob"]

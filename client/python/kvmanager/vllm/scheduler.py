@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._link import Link, Session
 from ..errors import Error
-from .facts import Facts, Settings, tenant_of
+from .facts import SET_BY, Facts, Settings, tenant_of
 from .load_ends import LoadEnds
 from .measured import LoadTimes
 from .messages import Finish, Load, StepPlan, Store
@@ -95,6 +95,7 @@ class RequestState:
         self.request = request
         self.era, self.tenant = era, tenant
         self.lookup: Lookup | None = None
+        self.unanswered = False  # a lookup had no answer, and was counted so
         self.local_tokens = 0  # computed here, when vLLM last asked
         self.loading = False
         self.load_ids: set[int] = set()  # blocks that are loaded into
@@ -134,7 +135,9 @@ class SchedulerHalf:
         self._load_times: dict[str, tuple[float, float]] = {}  # of loads whose end is not reported yet
         self._clock = time.monotonic  # of the planner
         self._logged = -_LOG_S
-        self.link = Link(settings.address, "vllm scheduler", facts.describe, deadline_ms=settings.deadline_ms)
+        self.link = Link(
+            settings.address, "vllm scheduler", facts.describe, deadline_ms=settings.deadline_ms, log=logger, set_by=SET_BY
+        )
 
     # Lookups.
 
@@ -168,7 +171,7 @@ class SchedulerHalf:
         if lookup.blocks is None:
             if now - lookup.began < self._settings.lookup_ms / 1000:
                 return None, False
-            self._stats.add("lookups_unanswered")
+            self._count_unanswered(state)
             return 0, False
         if lookup.blocks < state.promised and now < state.wait_until and not lookup.failed:
             if now - lookup.began >= _LOOKUP_AGAIN_S:
@@ -214,13 +217,21 @@ class SchedulerHalf:
         if not hashes:
             return None
         lookup = Lookup(state.tenant, hashes, self._facts.ranks)
-        self._stats.add("lookups")
         if not self.link.submit(lookup, urgent=True):
-            self._stats.add("lookups_unanswered")
+            if not state.unanswered:
+                self._stats.add("lookups")
+            self._count_unanswered(state)
             state.lookup = None
             return None
+        self._stats.add("lookups")
         state.lookup = lookup
         return lookup
+
+    def _count_unanswered(self, state: RequestState) -> None:
+        """Once for a request, however often vLLM asks until there is room for it."""
+        if not state.unanswered:
+            state.unanswered = True
+            self._stats.add("lookups_unanswered")
 
     def _hashes(self, request: Request, first: int = 0, last: int | None = None) -> list[bytes]:
         """Of blocks first .. last: vLLM's hashes may be of fewer tokens, each covering all that comes before."""

@@ -324,7 +324,7 @@ class StoreJob:
     def _end(self, writing: collections.deque[Writing], error: Exception) -> None:
         """Gives up: nobody writes to the extents any more, nor reads them."""
         with self._lock:
-            self._spoilt = self._spoilt or str(error)
+            self._spoilt = self._spoilt or (error.message if isinstance(error, Error) else str(error))
             begun, self._begun = list(self._begun), collections.deque()
             lost = self._count - self._next
             self._next = self._count
@@ -347,7 +347,7 @@ class StoreJob:
 
     def fail(self, error: Error) -> None:
         """Also the worker's thread, of a job that the link did not take."""
-        self._half.log(f"a store of request {self.store.request} failed", error)
+        self._half.log_error(f"a store of request {self.store.request} failed", error)
         self._end(collections.deque(), error)
         self._half.count("stores_dropped")
 

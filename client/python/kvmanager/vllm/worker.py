@@ -22,7 +22,7 @@ from ..errors import Error, FailedPreconditionError, NotFoundError, UnavailableE
 from ..page_codec import PageCodec
 from ..paged import Fence, PagedCopy
 from ..stored import Extent, Extents, Geometry, range_bytes
-from .facts import Facts, Settings
+from .facts import SET_BY, Facts, Settings
 from .jobs import FinishJob, LoadJob
 from .load_ends import LoadEnds
 from .mapped_load import CALLS, MAPPED_PAGES_MAX
@@ -108,6 +108,8 @@ class WorkerHalf:
                 self._attach,
                 self._detach,
                 deadline_ms=settings.deadline_ms,
+                log=self._logger,
+                set_by=SET_BY,
             )
 
     @property
@@ -117,6 +119,10 @@ class WorkerHalf:
 
     def _submit(self, job, urgent: bool = False) -> bool:
         return self.link is not None and self.link.submit(job, urgent)
+
+    def _refusal(self) -> Error:
+        """Why _submit() says False."""
+        return FailedPreconditionError("the caches have no layout that is known") if self.link is None else self.link.refusal()
 
     def _attach(self, session: Session) -> None:
         """The link's thread: staging of this connection. What the daemon does not accept is an error here."""
@@ -295,10 +301,14 @@ class WorkerHalf:
             job = LoadJob(self, load, after)
             self.load_ends.begin(load.request, len(load.hashes) - load.first)
             if not self._submit(job, urgent=True):
-                job.fail(UnavailableError("the daemon is away"))
+                job.fail(self._refusal())
 
     def prepare_stores(self, plan: StepPlan) -> None:
         """Makes the jobs of the step's stores; once per step."""
+        if self.copies is None:  # register() said why
+            blocks = sum(len(store.block_ids[0]) for store in plan.stores)
+            self.count("unstored_failed_tokens", blocks * self.facts.block_tokens)
+            return
         for store in plan.stores:
             _, hashes = self._hashes.setdefault(store.request, (store.tenant, []))
             hashes[store.hashes_from :] = store.hashes
@@ -327,7 +337,7 @@ class WorkerHalf:
                 pass
             if not self._submit(job):
                 job.take_blocks()
-                job.fail(UnavailableError("the daemon is away"))
+                job.fail(self._refusal())
 
     def finishes(self, plan: StepPlan) -> None:
         for finish in plan.finishes:
@@ -335,7 +345,7 @@ class WorkerHalf:
             if finish.retention is not None or finish.peer:  # a job that waits has stores begin with large parts
                 job = FinishJob(self, finish, tenant, hashes)
                 if not self._submit(job):
-                    job.fail(UnavailableError("the daemon is away"))
+                    job.fail(self._refusal())
             if finish.report:
                 self._reports.add(finish.request)
             else:
@@ -414,7 +424,12 @@ class WorkerHalf:
         now = time.monotonic()
         if now - self._logged >= _LOG_S:
             self._logged = now
-            self._logger.warning("kvmanager: %s: %s", text, why)
+            self._logger.warning("kvmanager: %s: %s", text, why.message if isinstance(why, Error) else why)
+
+    def log_error(self, text: str, error: Error) -> None:
+        """The same of a job, unless the link says it, or the start did: the daemon is away, hangs, or declines everything."""
+        if self.link is not None and not self.link.says(error):
+            self.log(text, error)
 
     # Ends.
 
