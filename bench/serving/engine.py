@@ -18,6 +18,7 @@ import counters
 import workload
 from counters import daemon_metrics
 from scale import BLOCK_TOKENS, Scale, token_bytes
+from summary import TIMED
 from turns import Turn
 
 _STILL_S = 1.0  # nothing stored for so long: all is stored
@@ -121,8 +122,8 @@ async def run(plan: dict, result: dict, write: Callable[[], None]) -> None:
     try:
         result["start_s"] = time.monotonic() - began
         record.say(f"started in {result['start_s']:.1f} s")
-        if plan["kind"] == "latency":
-            await workload.latency(engine, record, scale, config["vocab_size"])
+        if plan["kind"] in TIMED:
+            await getattr(workload, plan["kind"])(engine, record, scale, config["vocab_size"])
         elif plan["kind"] in ("capacity", "disk"):
             raw_tokens, work = scale.capacity_pool_bytes // token_bytes(config), getattr(workload, plan["kind"])
             await work(engine, record, scale, config["vocab_size"], plan["compression_max"], raw_tokens)

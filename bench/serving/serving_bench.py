@@ -4,16 +4,19 @@
     serving_bench.py --out DIR                                     # a GPU: Llama-3.1-8B's shape, dummy weights
     serving_bench.py --out DIR --quick --configs vllm raw          # a few requests of each way: does it work?
     serving_bench.py --out DIR --side-by-side --parts latency      # all engines at once, in turns
+    serving_bench.py --out DIR --side-by-side --parts unique --rounds 6    # prompts that never return, in many engines
     serving_bench.py --out DIR --compare --configs raw k4v3        # are loaded blocks what was stored?
     serving_bench.py --out DIR --quick --python ENV/bin/python --model SMOLLM2 --configs vllm raw    # a CPU
 
 Each engine is an AsyncLLM with an EngineCore of its own; one runs at a time, and a round runs all configurations, so that what
-changes on the machine meets all of them. --side-by-side starts all of a round's timed engines at once and lets them take turns,
-request by request: ratios between them are then as narrow as a machine allows, but all models and pools must fit it. Prompts are token ids: prefixes of two lengths that do not fit the engine's own cache
-of --engine-cache tokens together, cold, then warm one at a time and four at once; each warm request is followed by one of the
-same prefix, then resident in the engine's own cache; unique prompts at the end. A second engine of each configuration (--parts
-capacity) fills a small pool of host memory and counts the tokens that are found again. --parts disk takes the time of prompts
-that kvmanager's disk alone has, beside computing them and finding them in host memory.
+changes on the machine meets all of them. --side-by-side starts all of a round's timed engines at once and lets them take
+turns, request by request: ratios between them are then as narrow as a machine allows, but all models and pools must fit it.
+Prompts are token ids: prefixes of two lengths that do not fit the engine's own cache of --engine-cache tokens together, cold,
+then warm one at a time and four at once; each warm request is followed by one of the same prefix, then resident in the
+engine's own cache; unique prompts at the end. --parts unique asks for unique prompts alone: their rates differ from engine to
+engine more than from batch to batch, so many engines say more than many batches. A second engine of each configuration
+(--parts capacity) fills a small pool of host memory and counts the tokens that are found again. --parts disk takes the time of
+prompts that kvmanager's disk alone has, beside computing them and finding them in host memory.
 
 DIR gets results.json (every request, every counter), table.md and the engines' logs. --add takes in results of earlier runs on
 the same machine, and with --configs none the table is made of those alone. The engine's Python needs vllm and the kvmanager
@@ -39,12 +42,12 @@ import processes
 import scale as scales
 from configurations import ALONE, CODECS, OFFLOAD, Configuration, parse
 from rows import head
-from summary import compared_faults, disk_faults, figures
+from summary import TIMED, compared_faults, disk_faults, figures
 from table import NOTE, Table
 from turns import Turns
 
 _FOLDER = pathlib.Path(__file__).resolve().parent
-_KINDS = ("latency", "capacity", "disk", "compare")
+_KINDS = (*TIMED, "capacity", "disk", "compare")
 _ENGINE_MIN_S = 60.0  # less time left than this starts no engine
 _DISK_POOLS = 32  # a disk has so many times the pool's bytes
 _NO_GPU = "vLLM's own offload needs a GPU"
@@ -61,8 +64,8 @@ def arguments() -> argparse.Namespace:
     add("--side-by-side", action="store_true", help="timed engines of a round run at once and take turns")
     add("--cycles", type=int, help="passes over all prefixes in each timed engine (default 5; with --quick 1)")
     add("--batches", type=int, help="of unique prompts in each timed engine (default 4; with --quick 1)")
-    add("--parts", nargs="+", choices=_KINDS[:3], default=list(_KINDS[:2]),
-        help="latency, capacity (default both), disk: prompts that kvmanager's disk alone has")
+    add("--parts", nargs="+", choices=[each for each in _KINDS if each != "compare"], default=["latency", "capacity"],
+        help="latency, capacity (default both), unique: prompts that never return, alone; disk: prompts that kvmanager's disk alone has")
     add("--compare", action="store_true",
         help="compare loaded K and V with those that were stored, bit for bit, instead of taking times")
     add("--quick", action="store_true", help="one round, one pass over fewer prefixes: says whether it works, not how fast")
@@ -170,7 +173,7 @@ def groups(planned: list, side_by_side: bool) -> list[list]:
     """Of plans(): those that run at once."""
     found: dict[object, list] = {}
     for place, (kind, number, configuration) in enumerate(planned):
-        found.setdefault((kind, number) if side_by_side and kind == "latency" else place, []).append((kind, number, configuration))
+        found.setdefault((kind, number) if side_by_side and kind in TIMED else place, []).append((kind, number, configuration))
     return list(found.values())
 
 
@@ -180,12 +183,12 @@ def plans(options: argparse.Namespace) -> list[tuple[str, int, Configuration]]:
     kinds = ["compare"] if options.compare else [kind for kind in _KINDS if kind in options.parts]
     found = []
     for kind in kinds:
-        for number in range(rounds if kind == "latency" else 1):
+        for number in range(rounds if kind in TIMED else 1):
             first = number % max(1, len(options.configs))
             turned = options.configs[first:] + options.configs[:first]
             # Nothing is loaded without a connector: nothing fits, and there is nothing to compare. kvmanager alone has a disk.
             found += [(kind, number + 1, each) for each in turned
-                      if kind == "latency" or (each.codec if kind == "disk" else each.name != ALONE)]
+                      if kind in TIMED or (each.codec if kind == "disk" else each.name != ALONE)]
     return found
 
 
@@ -298,7 +301,7 @@ class Bench:
                 log = options.out / f"{name}-daemon.log"
                 with processes.Daemon(str(options.daemon), folder, pool_bytes, flags, log) as daemon:
                     # What is not a matter of time is loaded, whatever is faster.
-                    settings = options.connector if kind == "latency" else {"plan": "load", **options.connector}
+                    settings = options.connector if kind in TIMED else {"plan": "load", **options.connector}
                     transfer = configuration.transfer(daemon.address, pool_bytes, settings)
                     plan |= {"transfer": transfer, "metrics": daemon.metrics}
                     return self._measure(name, folder, plan, limit_s)

@@ -217,6 +217,17 @@ class SummaryTest(unittest.TestCase):
         self.assertAlmostEqual(100 / 1e-4 / 1e9, found.load_gb_s)
         self.assertIsNone(found.store_gb_s)
 
+    def test_unique_prompts_alone_are_the_same_batches_and_nothing_else_counts(self) -> None:
+        engine, record = Simulated(TINY.engine_cache, 1 << 16), workload.Record()
+        asyncio.run(workload.unique(engine, record, TINY, VOCABULARY))
+        whole, _ = latency_run(1 << 16)
+        self.assertEqual({"unique"}, {each["way"] for each in record.requests})
+        self.assertEqual(sum(each["way"] == "unique" for each in whole["requests"]), len(record.requests))
+        found = figures([{"kind": "unique", "round": 1, "requests": record.requests, "batches": record.batches,
+                          "counted": record.counted}])
+        self.assertEqual(TINY.unique_batches, len(found.rates["unique"]))
+        self.assertEqual(1, found.rounds)
+
     def test_rates_are_of_prompt_or_output_tokens(self) -> None:
         run = {"kind": "latency", "round": 1, "requests": [{"way": "unique", "cycle": 0, "pair": 0, "prompt": 8, "cached": 2,
                                                             "first_s": 1, "total_s": 1}],
@@ -472,6 +483,10 @@ class ConfigurationsTest(unittest.TestCase):
         self.assertEqual([("latency", 1, "vllm"), ("latency", 1, "offload"), ("latency", 1, "raw"),
                           ("latency", 2, "offload"), ("latency", 2, "raw"), ("latency", 2, "vllm"),
                           ("capacity", 1, "offload"), ("capacity", 1, "raw")], names)
+        options.parts = ["unique"]
+        alone = serving_bench.plans(options)
+        self.assertEqual(["unique"] * 6, [kind for kind, *_ in alone])
+        self.assertEqual([3, 3], [len(group) for group in serving_bench.groups(alone, side_by_side=True)])
         options.compare = True
         self.assertEqual(["offload", "raw"], [each.name for _, _, each in serving_bench.plans(options)])
 

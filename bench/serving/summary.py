@@ -7,6 +7,7 @@ import dataclasses
 from counters import LOADS, STORES, rate, total
 from scale import BLOCK_TOKENS
 
+TIMED = ("latency", "unique")  # kinds of runs that take the engine's times
 RATES = {"short at once": "prompt", "unique": "output"}  # tokens of a batch that count
 
 
@@ -45,7 +46,7 @@ def figures(runs: list[dict]) -> Figures:
     for run in runs:
         if run.get("error"):
             found.errors.append(f"{run['kind']}, round {run['round']}: {run['error']}")
-        if run["kind"] == "latency" and run.get("requests"):
+        if run["kind"] in TIMED and run.get("requests"):
             found.rounds += 1
             _add_latency(found, run)
         elif run["kind"] == "disk":
@@ -55,8 +56,8 @@ def figures(runs: list[dict]) -> Figures:
             found.fit_tokens = sum(each["cached"] for each in run["requests"] if each["way"] == "found")
         elif run["kind"] == "compare":
             found.compared += run.get("compared", [])
-    latency = [run for run in runs if run["kind"] == "latency"]
-    requests = [each for run in runs if run["kind"] in ("latency", "disk") for each in run.get("requests", [])]
+    timed = [run for run in runs if run["kind"] in TIMED]
+    requests = [each for run in runs if run["kind"] in (*TIMED, "disk") for each in run.get("requests", [])]
     for way in {each["way"] for each in requests}:
         of_way = [each for each in requests if each["way"] == way]
         found.hits[way] = hit_share(of_way)
@@ -64,7 +65,7 @@ def figures(runs: list[dict]) -> Figures:
         if kind == "warm":
             found.first_hits[length] = hit_share([each for each in of_way if each["cycle"] == 0])
     counted = [{name: value for name, value in each.items() if isinstance(value, (int, float))}
-               for run in latency for each in run.get("counted", [])]
+               for run in timed for each in run.get("counted", [])]
     found.counted = total(counted)
     found.load_gb_s, found.store_gb_s = rate(found.counted, LOADS), rate(found.counted, STORES)
     return found

@@ -101,6 +101,29 @@ async def _batch(engine: Asked, record: Record, way: str, cycle: int, asked: lis
                            "prompt": sum(map(len, asked)), "output": sum(answer.output for answer in answers)})
 
 
+async def _warm_up(engine: Asked, scale: Scale, vocabulary: int) -> None:
+    """Kernels are compiled, and memory is touched, before anything counts."""
+    for length in LENGTHS:
+        async with engine.turn():
+            await engine.ask(prompts(4, 1, getattr(scale, length), vocabulary)[0], scale.output)
+            await engine.settle()
+
+
+async def unique(engine: Asked, record: Record, scale: Scale, vocabulary: int) -> None:
+    """Prompts that never return, in batches. What a batch stores is stored when its turn ends."""
+    await _warm_up(engine, scale, vocabulary)
+    await _unique_batches(engine, record, scale, vocabulary)
+
+
+async def _unique_batches(engine: Asked, record: Record, scale: Scale, vocabulary: int) -> None:
+    for cycle in range(scale.unique_batches):
+        asked = prompts(100 + cycle, scale.unique_prompts, scale.unique, vocabulary)
+        work = _batch(engine, record, "unique", cycle, asked, scale.unique_output, scale.unique_at_once)
+        async with engine.turn():
+            await _phase(engine, record, "unique", work)
+            await engine.settle()
+
+
 async def latency(engine: Asked, record: Record, scale: Scale, vocabulary: int) -> None:
     """Cold prompts, then cycles of warm and resident ones and of warm ones four at once, then unique ones. Nothing of note is
     being stored when a turn ends."""
@@ -118,10 +141,7 @@ async def latency(engine: Asked, record: Record, scale: Scale, vocabulary: int) 
                     prompt = known.suffixed(prefix)
                     record.add(f"{length} {way}", cycle, pair, prompt, await engine.ask(prompt, scale.output))
 
-    for length in LENGTHS:  # kernels are compiled, and memory is touched, before anything counts
-        async with engine.turn():
-            await engine.ask(prompts(4, 1, getattr(scale, length), vocabulary)[0], scale.output)
-            await engine.settle()
+    await _warm_up(engine, scale, vocabulary)
     for length in LENGTHS:
         async with engine.turn():
             await _phase(engine, record, f"{length} cold", cold(length))
@@ -133,12 +153,7 @@ async def latency(engine: Asked, record: Record, scale: Scale, vocabulary: int) 
         way = "short at once"
         async with engine.turn():
             await _phase(engine, record, way, _batch(engine, record, way, cycle, asked, scale.output, AT_ONCE))
-    for cycle in range(scale.unique_batches):
-        asked = prompts(100 + cycle, scale.unique_prompts, scale.unique, vocabulary)
-        work = _batch(engine, record, "unique", cycle, asked, scale.unique_output, scale.unique_at_once)
-        async with engine.turn():
-            await _phase(engine, record, "unique", work)
-            await engine.settle()
+    await _unique_batches(engine, record, scale, vocabulary)
 
 
 def filling(tokens: int, compression_max: float, raw_tokens: int) -> int:
