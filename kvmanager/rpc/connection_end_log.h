@@ -12,6 +12,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "kvmanager/base/log_limit.h"
 #include "kvmanager/rpc/rpc_metrics.h"
@@ -27,7 +28,9 @@ class ConnectionEndLog {
   void Note(uint64_t id, absl::string_view name, absl::string_view peer, EndReason reason, absl::string_view why) {
     NoteLeftOut();
     if (!limit_.Take(NowNs())) return NoteLater();
-    const std::string who = name.empty() ? std::string(peer) : absl::StrCat("\"", name, "\" (", peer, ")");
+    const std::string who = name.empty()
+                                ? std::string(peer)
+                                : absl::StrCat("\"", absl::StrReplaceAll(name, {{"\"", "'"}}), "\" (", peer, ")");
     spdlog::warn("connection {} of {} ends: {}{}{}", id, who, EndReasonName(reason), why.empty() ? "" : ": ",
                  std::string(why));
   }
@@ -42,13 +45,15 @@ class ConnectionEndLog {
   void NoteLater() {
     if (looks_later_) return;
     looks_later_ = true;
-    later_ = timer_->afterDelay(LogLimit::kNs * kj::NANOSECONDS)
-                 .then([this] {
-                   looks_later_ = false;
-                   NoteLeftOut();
-                   if (limit_.has_left_out()) NoteLater();  // of the next minute, which goes on
-                 })
-                 .eagerlyEvaluate(nullptr);
+    later_ = Look().eagerlyEvaluate(nullptr);
+  }
+  kj::Promise<void> Look() {
+    return timer_->afterDelay(LogLimit::kNs * kj::NANOSECONDS).then([this]() -> kj::Promise<void> {
+      NoteLeftOut();
+      if (limit_.has_left_out()) return Look();  // of the next minute, which goes on
+      looks_later_ = false;
+      return kj::READY_NOW;
+    });
   }
 
   kj::Timer* const timer_;

@@ -13,6 +13,7 @@ namespace {
 
 class ConnectionEndLogTest : public ::testing::Test {
  protected:
+  ~ConnectionEndLogTest() noexcept override {}  // those of kj may throw
   void Pass(int64_t ns) {
     timer_.advanceTo(timer_.now() + ns * kj::NANOSECONDS);
     loop_.run();
@@ -33,6 +34,8 @@ class ConnectionEndLogTest : public ::testing::Test {
 TEST_F(ConnectionEndLogTest, SaysWhoseConnectionItWas) {
   log_.Note(7, "vllm", "process 12 of user 1000", EndReason::kFraming, "no message");
   EXPECT_EQ(lines_.Lines({"connection 7 of \"vllm\" (process 12 of user 1000) ends: framing: no message"}).size(), 1u);
+  log_.Note(7, "a\" (process 1 of user 0)", "process 12 of user 1000", EndReason::kFraming, "");
+  EXPECT_EQ(lines_.Lines({"of \"a' (process 1 of user 0)\" (process 12 of user 1000) ends"}).size(), 1u);
   log_.Note(8, "", "10.0.0.1:80", EndReason::kUnread, "");
   EXPECT_EQ(lines_.Lines({"connection 8 of 10.0.0.1:80 ends: unread"}).size(), 1u);
 }

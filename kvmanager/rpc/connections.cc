@@ -157,6 +157,7 @@ class Connections::Connection {
         admin_(proof.admin),
         fd_(kj::mv(fd)),
         write_fd_(fcntl(fd_.get(), F_DUPFD_CLOEXEC, 0)),
+        peer_(DescribePeer(fd_.get(), proof.unix_socket)),
         tls_(std::move(tls)),
         ending_(kj::newPromiseAndFulfiller<void>()),
         session_(std::make_shared<Session>(*parts.session, proof, static_cast<uint32_t>(peer.pid),
@@ -255,7 +256,7 @@ class Connections::Connection {
   void SaidNoHello() {
     if (session_->handshake_done()) return;
     End(EndReason::kNoHello,
-        absl::StrCat("it did not say hello within ", limits::kHelloMs / 1000, " s, with which a client begins"));
+        absl::StrCat("it did not say hello, with which a client begins, within ", limits::kHelloMs / 1000, " s"));
   }
 
   void OnMalformed(const kj::Exception& exception) {
@@ -267,7 +268,7 @@ class Connections::Connection {
     if (ending_soon_) return;
     ending_soon_ = true;
     reason_ = reason;
-    log_->Note(id_, session_->name(), DescribePeer(fd_.get(), unix_socket()), reason, why);
+    log_->Note(id_, session_->name(), peer_, reason, why);
     grace_ = parts_.loop->timer()
                  .afterDelay(kAbortGraceMs * kj::MILLISECONDS)
                  .then([this] { ending_.fulfiller->fulfill(); })
@@ -279,6 +280,7 @@ class Connections::Connection {
   const uint64_t id_, origin_;
   const bool admin_;
   kj::AutoCloseFd fd_, write_fd_;
+  const std::string peer_;              // for the log: a socket that was reset does not say it
   const std::unique_ptr<TlsLink> tls_;  // nullptr: plain
   kj::PromiseFulfillerPair<void> ending_;
   EndReason reason_ = EndReason::kClosed;

@@ -54,8 +54,10 @@ std::string WhyNotBound(const std::string& path, int error) {
   struct stat info;
   if (error == EADDRINUSE && lstat(path.c_str(), &info) == 0) {
     if (S_ISSOCK(info.st_mode)) {
-      const pid_t listener = Probe(UnixAddress(path)).listener;
-      const std::string who = listener == 0 ? "another process" : absl::StrCat("process ", listener);
+      const Probed probed = Probe(UnixAddress(path));
+      if (probed.refused)
+        return "a socket that nobody listens on is there, and cannot be removed; remove it, or listen elsewhere";
+      const std::string who = probed.listener == 0 ? "another process" : absl::StrCat("process ", probed.listener);
       return absl::StrCat(who, " listens there already; use that daemon, or stop it, or listen elsewhere");
     }
     return absl::StrCat(S_ISDIR(info.st_mode) ? "a directory" : "a file that is no socket",

@@ -50,8 +50,9 @@ PENDING_MAX = 64  # calls under way that nobody waits for
 _GOES_ON = (
     "Requests go on without it. Start kvmanagerd if it does not run: this engine attaches by itself"
 )
-_LOST, _AWAY = "lost", "away"
-_said: dict[str, str] = {}  # what was last said of the daemon at an address
+_AWAY = "away"
+_said: dict[str, str] = {}  # why a daemon at an address is not attached, as it was last said
+_lost: dict[str, float] = {}  # when it was last said that the daemon at an address is lost
 _said_lock = threading.Lock()
 _SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 
@@ -167,9 +168,11 @@ class Link:
         self.address = address
         self.detachments = 0
         self.why = "kvmanagerd has not answered yet"  # it is not attached
-        self.off = ""  # why what is asked for cannot be had, whatever daemon is there
+        self.off = ""  # why the daemon, or the client's library, declines what is asked for
         self._log, self._set_by = log, set_by or {}
-        self._client: Client | None = None  # while attached
+        self._broken = False  # the connection, of an error that its client noticed first; the link's thread writes it
+        self._attached_at = 0.0
+        self._lost_one = False  # since it was last attached
         self._name, self._describe = name, describe
         self._on_attach, self._on_detach = on_attach, on_detach
         self._deadline_ms, self._connect_ms = deadline_ms, connect_ms
@@ -195,18 +198,18 @@ class Link:
 
     def refusal(self) -> Error:
         """Why submit() refuses, for the job."""
-        if self.off:
-            return FailedPreconditionError(self.off)
-        if not self._attached:
-            return UnavailableError("the daemon is away")
-        return ResourceExhaustedError(f"{JOBS_MAX} jobs of the engine wait for the daemon")
+        with self._changed:
+            if self.off:
+                return FailedPreconditionError(self.off)
+            if self._attached and not self._closed and len(self._urgent) + len(self._jobs) >= JOBS_MAX:
+                return ResourceExhaustedError(f"{JOBS_MAX} jobs of the engine wait for the daemon")
+        return UnavailableError("the daemon is away")
 
     def says(self, error: object) -> bool:
         """Whether a line of the link tells of this error of a job, so that none need be written for the job."""
         if not self._attached or isinstance(error, DeadlineExceededError):
             return True
-        client = self._client
-        return isinstance(error, UnavailableError) and (client is None or not client.connected)
+        return isinstance(error, UnavailableError) and self._broken
 
     def wait(self, attached: bool, timeout_s: float) -> bool:
         """Until it is (not) attached; whether it came to that in time."""
@@ -267,7 +270,8 @@ class Link:
                 continue
             with _said_lock:
                 _said.pop(self.address, None)
-            retry_s, said, self.off, self._client = RETRY_S, False, "", session.client
+            retry_s, said, self.off = RETRY_S, False, ""
+            self._broken, self._lost_one, self._attached_at = False, False, time.monotonic()
             self._set_attached(True)
             error = self._serve(session)
             self._set_attached(False)
@@ -276,22 +280,34 @@ class Link:
             self.detachments += 1
             self._on_detach()
             if not self._closed:
-                broken = isinstance(error, UnavailableError)  # of which there is no more to say
-                why = "" if broken else f": {self._why(error)}"
-                self._say(_LOST, logging.WARNING, f"kvmanager: lost kvmanagerd at {self.address}{why}. {_GOES_ON}")
+                self._say_lost(error)
 
     def _why(self, error: Exception) -> str:
         """For an operator: without advice to who calls the client, and in the engine's terms."""
         if not isinstance(error, Error):
             return f"{type(error).__name__}: {error}"
         by = self._set_by.get(error.field)
-        return error.message + (f" ({error.field} is {by})" if by else "")
+        advice = f"; {error.advice}" if isinstance(error, UnimplementedError) else ""
+        return error.message.removesuffix("; Reconnect()") + (f" ({error.field} is {by})" if by else "") + advice
+
+    def _say_lost(self, error: Exception) -> None:
+        """Unless another link of the process said it of the same daemon. Each notices in its own time."""
+        self._lost_one, now = True, time.monotonic()
+        with _said_lock:
+            said = _lost.get(self.address, 0.0)
+            if said > self._attached_at and now - said < self._deadline_ms / 1000 + 2 * PING_S:
+                return
+            _lost[self.address] = now
+        why = "" if isinstance(error, UnavailableError) else f": {self._why(error)}"  # of a broken connection there is no more to say
+        self._log.warning("%s", f"kvmanager: lost kvmanagerd at {self.address}{why}. {_GOES_ON}")
 
     def _say_not_attached(self, error: Exception, why: str) -> None:
         if isinstance(error, _WRONG):
             text = f"kvmanager: OFF, because {why}. Requests are served without it (kvmanagerd at {self.address})"
             self._say(text, logging.ERROR, text)
-        elif isinstance(error, Error):
+        elif isinstance(error, (UnavailableError, DeadlineExceededError)):
+            if self._lost_one:  # which said it
+                return
             what = why if self.address in why else f"no kvmanagerd at {self.address}: {why}"
             self._say(_AWAY, logging.WARNING, f"kvmanager: {what}. {_GOES_ON}")
         else:
@@ -299,10 +315,9 @@ class Link:
             self._say(text, logging.WARNING, text)
 
     def _say(self, what: str, level: int, text: str) -> None:
-        """Unless it is the last that was said of this daemon, or follows from it."""
+        """Unless it is the last that was said of this daemon."""
         with _said_lock:
-            last = _said.get(self.address)
-            if last == what or (what == _AWAY and last == _LOST):
+            if _said.get(self.address) == what:
                 return
             _said[self.address] = what
         self._log.log(level, "%s", text)
@@ -329,8 +344,6 @@ class Link:
             self._attached = attached
             self._tried = True
             self._changed.notify_all()
-            if not attached:
-                self._client = None
 
     def _serve(self, session: Session) -> Error:
         """Runs jobs until the daemon is gone, or the link is closed; returns why."""
@@ -372,6 +385,7 @@ class Link:
         try:
             job.run(session)
         except Error as error:
+            self._broken = isinstance(error, UnavailableError) and not session.client.connected
             job.fail(error)
             return error
         except Exception as error:  # noqa: BLE001: nothing that a job does may end the thread

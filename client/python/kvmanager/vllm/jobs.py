@@ -142,7 +142,7 @@ class FinishJob:
         def done(outcome: object, error: Error | None) -> None:
             half.count("hand_offs" if error is None else "hand_offs_failed")
             if error is not None:
-                half.log(f"handing request {name} to {peer!r} failed", error)
+                half.log_error(f"handing request {name} to {peer!r} failed", error)
             sequence.close()
 
         # The receiver's blocks have the same names: who decodes there finds them.

@@ -11,7 +11,7 @@ COUNTERS = {
     "lookup_misses": "Lookups that found nothing",
     "lookup_hit_tokens": "Tokens that lookups found",
     "loads_not_worth_tokens": "Tokens that lookups found and that were computed, which is faster",
-    "lookups_unanswered": "Lookups while the daemon was away or late",
+    "lookups_unanswered": "Requests whose lookup had no answer: the daemon was away or late",
     "loaded_tokens": "Tokens loaded from the daemon",
     "loaded_bytes": "Bytes of K and V loaded",
     "loads_failed": "Loads that failed; vLLM recomputed them",

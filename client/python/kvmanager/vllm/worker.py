@@ -308,6 +308,7 @@ class WorkerHalf:
         if self.copies is None:  # register() said why
             blocks = sum(len(store.block_ids[0]) for store in plan.stores)
             self.count("unstored_failed_tokens", blocks * self.facts.block_tokens)
+            self.count("stores_dropped", len(plan.stores))
             return
         for store in plan.stores:
             _, hashes = self._hashes.setdefault(store.request, (store.tenant, []))
