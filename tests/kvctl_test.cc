@@ -335,7 +335,7 @@ TEST_F(KvctlTest, ExitCodesSayWhatWasWrong) {
     for (const std::string& word : words) all += " " + word;
     return all;
   };
-  EXPECT_NE(Run({"statu"}).output.find("there is no command statu"), std::string::npos);
+  EXPECT_NE(RunWithErrors({"statu"}).output.find("there is no command statu"), std::string::npos);
   EXPECT_EQ(run_at("nonsense", {"status"}), 2);
   EXPECT_EQ(run_at("tcp:127.0.0.1:1", {"status", "--tls-ca", "/nowhere"}), 2);
   EXPECT_EQ(run_at("tls:127.0.0.1:1", {"status", "--tls-cert", "/nowhere"}), 2);
