@@ -412,7 +412,9 @@ class Link:
             self._urgent.clear()
             self._jobs.clear()
             self._signal()
-            self._busy = False
-            self._changed.notify_all()
+            self._busy = True  # until all have failed
         for job in jobs:
             job.fail(error)
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
