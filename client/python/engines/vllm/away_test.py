@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import signal
 import unittest
 
-from engine import Engine
+from engine import Engine, prompt
 from engine_testing import DaemonTestCase
 from kvmanager_testing import Daemon
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=tokens)
 
 
 def total(engine: Engine, name: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tempfile
 import time
 
@@ -62,6 +63,10 @@ def model_config() -> ModelConfig:
             model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float16", max_model_len=2048
         )
     return _model_config
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=tokens)
 
 
 def rows(tokens: list[int], positions: list[int], layer: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

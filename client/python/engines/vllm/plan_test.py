@@ -3,19 +3,14 @@ is told rates, and told no others, where a case is about what follows from them;
 
 from __future__ import annotations
 
-import random
 import threading
 import unittest
 import unittest.mock
 
-from engine import DEADLINE_S, Engine
+from engine import DEADLINE_S, Engine, prompt
 from engine_testing import DaemonTestCase
 from kvmanager.vllm.jobs import LoadJob
 from kvmanager_testing import Daemon
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=tokens)
 
 
 def teach(engine: Engine, load_s: float, compute_s: float) -> None:

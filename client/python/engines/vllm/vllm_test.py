@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import threading
 import time
@@ -11,7 +10,7 @@ import unittest.mock
 
 import kvmanager
 import torch
-from engine import DEADLINE_S, Engine
+from engine import DEADLINE_S, Engine, prompt
 from engine_testing import DaemonTestCase, compare_signatures, published
 from kvmanager.vllm import KvManagerConnector, scheduler
 from kvmanager.vllm.facts import Settings, tenant_of
@@ -21,10 +20,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=tokens)
 
 
 class InterfaceTest(unittest.TestCase):

