@@ -13,8 +13,8 @@ changes on the machine meets all of them. --side-by-side starts all of a round's
 turns, request by request: ratios between them are then as narrow as a machine allows, but all models and pools must fit it.
 Prompts are token ids: prefixes of two lengths that do not fit the engine's own cache of --engine-cache tokens together, cold,
 then warm one at a time and four at once; each warm request is followed by one of the same prefix, then resident in the
-engine's own cache; unique prompts at the end. --parts unique asks for unique prompts alone: their rates differ from engine to
-engine more than from batch to batch, so many engines say more than many batches. A second engine of each configuration
+engine's own cache; unique prompts at the end. --parts unique asks for unique prompts alone: batches of one engine scatter by a
+tenth of their rate, so a few percent take fifty of them, in several engines. A second engine of each configuration
 (--parts capacity) fills a small pool of host memory and counts the tokens that are found again. --parts disk takes the time of
 prompts that kvmanager's disk alone has, beside computing them and finding them in host memory.
 
