@@ -9,8 +9,7 @@ States of a Link, all changed by its thread alone:
     away -> attached: a connection was made.          attached -> away: the daemon does not answer a ping any more.
     any -> closed: close().
 
-What an operator must know is said once, through the engine's logger: that the daemon is lost or not there, or that it
-declines what the engine asks for (OFF). Links of one process to one daemon say each of these once together.
+What an operator must know of it, _link_log.py says.
 """
 
 from __future__ import annotations
@@ -24,18 +23,15 @@ import time
 from typing import Callable, Mapping, Protocol
 
 from ._lib import StoreSignals
+from ._link_log import DECLINED, LinkLog
 from .cache import Cache
 from .client import Client, connect
 from .errors import (
     DeadlineExceededError,
     Error,
     FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    PermissionDeniedError,
     ResourceExhaustedError,
     UnavailableError,
-    UnimplementedError,
 )
 
 RETRY_S = 0.1
@@ -45,15 +41,7 @@ POLL_S = 0.005  # of calls under way
 JOBS_MAX = 4096
 CACHES_MAX = 64  # open at once; the least recently used goes
 _MS_MAX = 3600000
-_WRONG = (InvalidArgumentError, FailedPreconditionError, NotFoundError, PermissionDeniedError, UnimplementedError)
 PENDING_MAX = 64  # calls under way that nobody waits for
-_GOES_ON = (
-    "Requests go on without it. Start kvmanagerd if it does not run: this engine attaches by itself"
-)
-_AWAY = "away"
-_said: dict[str, str] = {}  # why a daemon at an address is not attached, as it was last said
-_lost: dict[str, float] = {}  # when it was last said that the daemon at an address is lost
-_said_lock = threading.Lock()
 _SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 
 
@@ -169,10 +157,9 @@ class Link:
         self.detachments = 0
         self.why = "kvmanagerd has not answered yet"  # it is not attached
         self.off = ""  # why the daemon, or the client's library, declines what is asked for
-        self._log, self._set_by = log, set_by or {}
+        self._log = log
+        self._link_log = LinkLog(address, log, deadline_ms, set_by or {})
         self._broken = False  # the connection, of an error that its client noticed first; the link's thread writes it
-        self._attached_at = 0.0
-        self._lost_one = False  # since it was last attached
         self._name, self._describe = name, describe
         self._on_attach, self._on_detach = on_attach, on_detach
         self._deadline_ms, self._connect_ms = deadline_ms, connect_ms
@@ -257,10 +244,10 @@ class Link:
             try:
                 session = self._attach()
             except Exception as error:  # noqa: BLE001: whatever it is, the engine goes on without a daemon
-                why = self._why(error)
-                self.off = why if isinstance(error, _WRONG) else ""
+                why = self._link_log.why(error)
+                self.off = why if isinstance(error, DECLINED) else ""
                 if self.why != why or not said:
-                    self._say_not_attached(error, why)
+                    self._link_log.not_attached(error)
                 self.why, said = why, True
                 with self._changed:
                     self._tried = True
@@ -268,10 +255,8 @@ class Link:
                     self._changed.wait_for(lambda: self._closed, retry_s)
                 retry_s = min(2 * retry_s, RETRY_MAX_S)
                 continue
-            with _said_lock:
-                _said.pop(self.address, None)
-            retry_s, said, self.off = RETRY_S, False, ""
-            self._broken, self._lost_one, self._attached_at = False, False, time.monotonic()
+            self._link_log.attached()
+            retry_s, said, self.off, self._broken = RETRY_S, False, "", False
             self._set_attached(True)
             error = self._serve(session)
             self._set_attached(False)
@@ -280,47 +265,7 @@ class Link:
             self.detachments += 1
             self._on_detach()
             if not self._closed:
-                self._say_lost(error)
-
-    def _why(self, error: Exception) -> str:
-        """For an operator: without advice to who calls the client, and in the engine's terms."""
-        if not isinstance(error, Error):
-            return f"{type(error).__name__}: {error}"
-        by = self._set_by.get(error.field)
-        advice = f"; {error.advice}" if isinstance(error, UnimplementedError) else ""
-        return error.message.removesuffix("; Reconnect()") + (f" ({error.field} is {by})" if by else "") + advice
-
-    def _say_lost(self, error: Exception) -> None:
-        """Unless another link of the process said it of the same daemon. Each notices in its own time."""
-        self._lost_one, now = True, time.monotonic()
-        with _said_lock:
-            said = _lost.get(self.address, 0.0)
-            if said > self._attached_at and now - said < self._deadline_ms / 1000 + 2 * PING_S:
-                return
-            _lost[self.address] = now
-        why = "" if isinstance(error, UnavailableError) else f": {self._why(error)}"  # of a broken connection there is no more to say
-        self._log.warning("%s", f"kvmanager: lost kvmanagerd at {self.address}{why}. {_GOES_ON}")
-
-    def _say_not_attached(self, error: Exception, why: str) -> None:
-        if isinstance(error, _WRONG):
-            text = f"kvmanager: OFF, because {why}. Requests are served without it (kvmanagerd at {self.address})"
-            self._say(text, logging.ERROR, text)
-        elif isinstance(error, (UnavailableError, DeadlineExceededError)):
-            if self._lost_one:  # which said it
-                return
-            what = why if self.address in why else f"no kvmanagerd at {self.address}: {why}"
-            self._say(_AWAY, logging.WARNING, f"kvmanager: {what}. {_GOES_ON}")
-        else:
-            text = f"kvmanager: cannot attach to kvmanagerd at {self.address}: {why}. Requests go on without it"
-            self._say(text, logging.WARNING, text)
-
-    def _say(self, what: str, level: int, text: str) -> None:
-        """Unless it is the last that was said of this daemon."""
-        with _said_lock:
-            if _said.get(self.address) == what:
-                return
-            _said[self.address] = what
-        self._log.log(level, "%s", text)
+                self._link_log.lost(error)
 
     def _attach(self) -> Session:
         client = connect(
