@@ -31,7 +31,12 @@ from workload import filling
 sys.path += [str(processes.ROOT / "client/python/engines/vllm"), str(processes.ROOT / "bazel-bin/client/python/package")]
 
 import stand_in  # noqa: E402,F401: before what needs vLLM
-import torch  # noqa: E402
+
+try:
+    import torch
+except ImportError:
+    raise SystemExit("transfer_bench.py: this Python has no torch. On a GPU take vLLM's; on a CPU `tools/engines paged` makes one, "
+                     "~/.cache/kvmanager/engines/paged/bin/python") from None
 
 from kvmanager.vllm.facts import Facts, Settings  # noqa: E402
 from kvmanager.vllm.messages import Finish, Load, StepPlan, Store  # noqa: E402
