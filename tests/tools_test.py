@@ -1,4 +1,4 @@
-"""Programs of tools/: what clang-tidy analyses and remembers, compile_commands.json, the count of tests."""
+"""Programs of tools/: what clang-tidy analyses and remembers, compile_commands.json, the count of tests, where torch comes from."""
 
 from __future__ import annotations
 
@@ -110,6 +110,52 @@ class Tidy(unittest.TestCase):
         self.assertEqual([outcome.analysed for outcome in outcomes], [1, 0, 1, 1])  # a part was remembered
         self.assertEqual([len(outcome.findings) for outcome in outcomes], [0, 0, 0, 1])
         self.assertIn("bugprone-use-after-move", outcomes[3].findings[0])
+
+
+class Engines(unittest.TestCase):
+    """With a pip that says what it was asked for, and has no torch for CPUs but from an index of its own."""
+
+    PIP = """#!/bin/sh
+echo "$*" >> "$0.calls"
+case "$*" in
+  *broken.txt) echo "ERROR: No matching distribution found for nosuch==1" >&2; exit 1 ;;
+  *"--extra-index-url $TORCH_INDEX"*) exit 0 ;;
+  *torch.txt)
+    echo "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from versions: 2.12.0, 2.13.0)" >&2
+    echo "ERROR: No matching distribution found for torch==2.13.0+cpu" >&2
+    exit 1 ;;
+esac
+"""
+
+    def asked(self, requirements: str) -> list[str]:
+        """Calls of pip."""
+        engines = tool("engines")
+        with tempfile.TemporaryDirectory() as environment:
+            pip = os.path.join(environment, "bin", "pip")
+            os.mkdir(os.path.dirname(pip))
+            with open(pip, "w", encoding="utf-8") as file:
+                file.write(self.PIP.replace("$TORCH_INDEX", engines.TORCH_INDEX))
+            os.chmod(pip, 0o755)
+            try:
+                engines.install(environment, requirements, ["--no-deps"])
+            finally:
+                with open(f"{pip}.calls", encoding="utf-8") as file:
+                    self.calls = file.read().splitlines()
+        return self.calls
+
+    def test_what_pip_finds_comes_from_its_indexes(self) -> None:
+        (call,) = self.asked("numpy.txt")
+        self.assertTrue(call.startswith("install ") and call.endswith("--no-deps -r numpy.txt"), call)
+
+    def test_torch_that_pip_does_not_find_comes_from_its_own_index(self) -> None:
+        first, second = self.asked("torch.txt")
+        self.assertNotIn("--extra-index-url", first)
+        self.assertEqual(second, f"{first} --extra-index-url https://download.pytorch.org/whl/cpu")
+
+    def test_what_else_is_not_found_ends_it(self) -> None:
+        with self.assertRaisesRegex(SystemExit, "pip cannot install broken.txt"):
+            self.asked("broken.txt")
+        self.assertEqual(1, len(self.calls))
 
 
 class CountTests(unittest.TestCase):
