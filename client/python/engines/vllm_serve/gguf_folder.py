@@ -30,14 +30,17 @@ def tensors_of(
     model_names: dict[str, str],
     layer_names: dict[str, str],
     changed: Callable[[str, numpy.ndarray], numpy.ndarray],
+    layers: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Weights in bfloat16 under Hugging Face's names. changed(name, weight): as Hugging Face has it, by the last part of
-    GGUF's name."""
+    GGUF's name. layers: how many of the first; 0: all."""
     found = {}
     for tensor in reader.tensors:
         name = tensor.name.removesuffix(".weight")
         if name.startswith("blk."):
             _, layer, part = name.split(".")
+            if layers and int(layer) >= layers:
+                continue
             name = f"model.layers.{layer}.{layer_names[part]}"
         else:
             part, name = name, model_names[name]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import re
 import tempfile
 import zipfile
 
@@ -33,7 +32,6 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def installed_gguf() -> str:
@@ -71,10 +69,8 @@ def convert_gguf(path: str, out: str, layers: int = 0) -> None:
     heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
     rows = {"attn_q": heads, "attn_k": kv_heads}
     tensors = gguf_folder.tensors_of(
-        reader, _MODEL_TENSORS, _LAYER_TENSORS, lambda part, weight: unpermuted(weight, rows[part]) if part in rows else weight
+        reader, _MODEL_TENSORS, _LAYER_TENSORS, lambda part, weight: unpermuted(weight, rows[part]) if part in rows else weight, layers
     )
-    if layers:
-        tensors = {name: each for name, each in tensors.items() if not (layer := _LAYER.match(name)) or int(layer[1]) < layers}
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
